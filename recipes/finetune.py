@@ -1,0 +1,98 @@
+"""Fine-tune a causal language model with compressed tensor parallelism, and measure what it learned.
+
+    accelerate launch --config_file recipes/accelerate_2.yaml recipes/finetune.py recipes/quickstart.yaml
+    accelerate launch --config_file recipes/accelerate_2.yaml recipes/finetune.py --model_name_or_path Qwen/Qwen3-0.6B \\
+        --dataset_name OWNER/DATA --prompt_template '{question}' --completion_template ' {answer}' \\
+        --tp_size 2 --tp_codec taco --output_dir runs/mine
+
+Arguments: ModelArguments (common.py), DataArguments (task_data.py), DownstreamArguments (evaluate_downstream.py) and
+TacoScapeArguments, which are transformers' TrainingArguments and more; a YAML or JSON file may hold them all.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import report
+import transformers
+from common import ModelArguments, load_model_and_tokenizer, parse_arguments, setup_logging
+from evaluate_downstream import DownstreamArguments, collect_questions, evaluate_questions
+from task_data import DataArguments, load_split, training_rows
+from transformers import DataCollatorForSeq2Seq, set_seed
+from transformers import Trainer as TacoScapeTrainer
+from transformers import TrainingArguments as TacoScapeArguments
+
+logger = logging.getLogger("recipes.finetune")
+
+
+def closing_facts(trainer, metrics: dict) -> dict[str, str]:
+    """What the run cost, for the table at its end."""
+    args, state = trainer.args, trainer.state
+    seconds = metrics["train_runtime"]
+    return {
+        "optimizer steps": f"{state.global_step} in {seconds:.0f} s",
+        "training loss": f"{metrics['train_loss']:.4f}",
+        "tokens/s": f"{state.num_input_tokens_seen / seconds:.0f} ({state.num_input_tokens_seen} tokens)",
+        "checkpoint": f"{args.output_dir} (plain Hugging Face format)",
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    model_args, data_args, downstream_args, args = parse_arguments(
+        ModelArguments, DataArguments, DownstreamArguments, TacoScapeArguments, argv=argv
+    )
+    is_main = args.process_index == 0
+    setup_logging(args.get_process_log_level(), is_main)
+    set_seed(args.seed)
+    if args.include_num_input_tokens_seen == "no":
+        args.include_num_input_tokens_seen = "non_padding"
+
+    tasks = collect_questions(data_args, downstream_args) if downstream_args.do_eval_downstream else {}
+    if downstream_args.do_eval_downstream and not tasks:
+        raise ValueError("do_eval_downstream needs label_words or choices_column, or downstream_tasks")
+    model, tokenizer = load_model_and_tokenizer(model_args)
+    with args.main_process_first(desc="tokenising"):
+        rows = load_split(data_args, data_args.train_split, data_args.train_file, data_args.max_train_samples)
+        train_rows = training_rows(data_args, rows, tokenizer)
+        eval_rows = None
+        if args.do_eval or args.eval_strategy != "no":
+            rows = load_split(data_args, data_args.eval_split, data_args.eval_file, data_args.max_eval_samples)
+            eval_rows = training_rows(data_args, rows, tokenizer)
+
+    trainer = TacoScapeTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
+    )
+
+    def ask(name: str) -> dict:
+        logger.info("asking %d questions %s training", sum(map(len, tasks.values())), name)
+        with trainer.accelerator.autocast():
+            scores = evaluate_questions(
+                trainer.model, tokenizer, tasks, downstream_args, data_args.max_length, trainer.accelerator
+            )
+        run = {"name": f"{name}, {args.world_size} processes", "tasks": scores}
+        if is_main:
+            report.write_json(Path(args.output_dir) / f"downstream_{name}.json", run)
+        return run
+
+    runs = [ask("before")] if tasks else []
+    metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
+    if eval_rows is not None:
+        metrics |= trainer.evaluate()
+    if tasks:
+        runs.append(ask("after"))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("all", metrics)
+    if is_main:
+        if runs:
+            report.print_scores(runs)
+        report.print_facts("this run", closing_facts(trainer, metrics))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,20 +1,19 @@
 """Fine-tune a causal language model with compressed tensor parallelism, and measure what it learned.
 
     accelerate launch --config_file recipes/accelerate_2.yaml recipes/finetune.py recipes/quickstart.yaml
-    accelerate launch --config_file recipes/accelerate_2.yaml recipes/finetune.py --model_name_or_path Qwen/Qwen3-0.6B \\
-        --dataset_name OWNER/DATA --prompt_template '{question}' --completion_template ' {answer}' \\
+    accelerate launch --config_file recipes/accelerate_2.yaml recipes/finetune.py \\
+        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name OWNER/DATA \\
+        --prompt_template '{question}' --completion_template ' {answer}' \\
         --tp_size 2 --tp_codec taco --output_dir runs/mine
 
 Arguments: ModelArguments (common.py), DataArguments (task_data.py), DownstreamArguments (evaluate_downstream.py) and
 TacoScapeArguments, which are transformers' TrainingArguments and more; a YAML or JSON file may hold them all.
 """
 
-import json
 import logging
 from pathlib import Path
 
 import report
-import transformers
 from common import ModelArguments, load_model_and_tokenizer, parse_arguments, setup_logging
 from evaluate_downstream import DownstreamArguments, collect_questions, evaluate_questions
 from task_data import DataArguments, load_split, training_rows

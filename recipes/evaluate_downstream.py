@@ -15,9 +15,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from tqdm import tqdm
+
 import metrics
 import report
-import torch
 from common import ModelArguments, accepts, load_model_and_tokenizer, parse_arguments, setup_logging
 from task_data import (
     DataArguments,
@@ -27,7 +29,6 @@ from task_data import (
     questions_from_dataset,
     questions_from_task_json,
 )
-from tqdm import tqdm
 
 logger = logging.getLogger("recipes.evaluate_downstream")
 

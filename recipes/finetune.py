@@ -13,13 +13,14 @@ TacoScapeArguments, which are transformers' TrainingArguments and more; a YAML o
 import logging
 from pathlib import Path
 
+from transformers import DataCollatorForSeq2Seq, set_seed
+from transformers import Trainer as TacoScapeTrainer
+from transformers import TrainingArguments as TacoScapeArguments
+
 import report
 from common import ModelArguments, load_model_and_tokenizer, parse_arguments, setup_logging
 from evaluate_downstream import DownstreamArguments, collect_questions, evaluate_questions
 from task_data import DataArguments, load_split, training_rows
-from transformers import DataCollatorForSeq2Seq, set_seed
-from transformers import Trainer as TacoScapeTrainer
-from transformers import TrainingArguments as TacoScapeArguments
 
 logger = logging.getLogger("recipes.finetune")
 

@@ -14,14 +14,15 @@ import math
 from dataclasses import dataclass, field
 from itertools import chain
 
-import report
-from common import load_tokenizer, parse_arguments, setup_logging
 from datasets import Dataset
-from finetune import closing_facts
-from task_data import DataArguments, load_split
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 from transformers import Trainer as TacoScapeTrainer
 from transformers import TrainingArguments as TacoScapeArguments
+
+import report
+from common import load_tokenizer, parse_arguments, setup_logging
+from finetune import closing_facts
+from task_data import DataArguments, load_split
 
 logger = logging.getLogger("recipes.pretrain")
 

@@ -6,9 +6,10 @@ A run is {"name": str, "tasks": {task: scores of evaluate_downstream.evaluate_qu
 import json
 from pathlib import Path
 
-import metrics
 from rich.console import Console
 from rich.table import Table
+
+import metrics
 
 
 def write_json(path: str | Path, content: dict) -> None:

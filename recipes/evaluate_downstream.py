@@ -25,6 +25,7 @@ from task_data import (
     DataArguments,
     Question,
     encode_pair,
+    left_pad,
     load_split,
     questions_from_dataset,
     questions_from_task_json,
@@ -73,14 +74,6 @@ def collect_questions(data: DataArguments, downstream: DownstreamArguments) -> d
     return out
 
 
-def _batch(contexts: list[tuple[int, ...]], pad_id: int, device) -> dict[str, torch.Tensor]:
-    # padded on the left, so that every row's answer ends in the last column
-    longest = max(map(len, contexts))
-    ids = torch.tensor([[pad_id] * (longest - len(c)) + list(c) for c in contexts], device=device)
-    mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c in contexts], device=device)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-
-
 @torch.no_grad()
 def log_likelihoods(
     model, tokenizer, questions: list[Question], batch_size: int = 16, max_length: int = 512, accelerator=None
@@ -111,7 +104,7 @@ def log_likelihoods(
     quiet = accelerator is not None and not accelerator.is_local_main_process
     for batch in tqdm(batches[rank::ranks], desc="questions", unit="batch", disable=quiet):
         keep = max(len(answer) for context in batch for _, _, answer in requests[context])
-        inputs = _batch(batch, tokenizer.pad_token_id, device)
+        inputs = {name: t.to(device) for name, t in left_pad(batch, tokenizer.pad_token_id).items()}
         logits = model(**inputs, **({"logits_to_keep": keep} if short else {}), use_cache=False).logits[:, -keep:]
         log_probs = logits.float().log_softmax(-1)
         for row, context in enumerate(batch):

@@ -11,30 +11,46 @@ TacoScapeArguments, which are transformers' TrainingArguments and more; a YAML o
 """
 
 import logging
+from collections import Counter
 from pathlib import Path
 
-from transformers import DataCollatorForSeq2Seq, set_seed
-from transformers import Trainer as TacoScapeTrainer
-from transformers import TrainingArguments as TacoScapeArguments
+from transformers import set_seed
 
 import report
-from common import ModelArguments, load_model_and_tokenizer, parse_arguments, setup_logging
+from common import ModelArguments, accepts, load_model_and_tokenizer, parse_arguments, setup_logging
 from evaluate_downstream import DownstreamArguments, collect_questions, evaluate_questions
-from task_data import DataArguments, load_split, training_rows
+from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
+from hf_taco_scape.parallel import split_state
+from task_data import CompletionCollator, DataArguments, load_split, training_rows
 
 logger = logging.getLogger("recipes.finetune")
 
 
-def closing_facts(trainer, metrics: dict) -> dict[str, str]:
-    """What the run cost, for the table at its end."""
-    args, state = trainer.args, trainer.state
-    seconds = metrics["train_runtime"]
-    return {
-        "optimizer steps": f"{state.global_step} in {seconds:.0f} s",
+def bytes_so_far(trainer) -> Counter:
+    """What this rank has sent: {axis}_dense and {axis}_sent in bytes, for axis tp and dp."""
+    state, sent = split_state(trainer.model), Counter()
+    for axis, meter in (("tp", state.comm.meter if state else None), ("dp", trainer.accelerator.dp_meter)):
+        if meter:
+            sent |= Counter({f"{axis}_dense": meter.dense_bytes, f"{axis}_sent": meter.sent_bytes})
+    return sent
+
+
+def closing_facts(trainer, metrics: dict, sent: Counter) -> dict[str, str]:
+    """What the training cost, for the table at its end; `sent` is the difference of two `bytes_so_far`."""
+    args, tokens, seconds = trainer.args, trainer.state.num_input_tokens_seen, metrics["train_runtime"]
+    codecs = args.tp_codec if args.tp_codec_backward is None else f"{args.tp_codec} / {args.tp_codec_backward}"
+    facts = {
+        "processes": f"{args.world_size} = tp {args.tp_size} x dp {args.world_size // args.tp_size}",
+        "optimizer steps": f"{trainer.state.global_step} in {seconds:.0f} s",
         "training loss": f"{metrics['train_loss']:.4f}",
-        "tokens/s": f"{state.num_input_tokens_seen / seconds:.0f} ({state.num_input_tokens_seen} tokens)",
-        "checkpoint": f"{args.output_dir} (plain Hugging Face format)",
+        "tokens/s": f"{tokens / seconds:.0f} ({tokens} tokens)",
     }
+    for axis, name in (("tp", f"tensor parallel, codec {codecs}"), ("dp", "data parallel")):
+        if dense := sent[f"{axis}_dense"]:
+            wire = sent[f"{axis}_sent"]
+            saved = f"{report.size(wire)} sent a rank, {report.size(dense)} if dense: {dense / wire:.2f} times less"
+            facts[name] = saved
+    return facts | {"checkpoint": f"{args.output_dir} (plain Hugging Face format)"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
+        data_collator=CompletionCollator(tokenizer.pad_token_id, accepts(model.forward, "logits_to_keep")),
     )
 
     def ask(name: str) -> dict:
@@ -74,13 +90,16 @@ def main(argv: list[str] | None = None) -> None:
             scores = evaluate_questions(
                 trainer.model, tokenizer, tasks, downstream_args, data_args.max_length, trainer.accelerator
             )
-        run = {"name": f"{name}, {args.world_size} processes", "tasks": scores}
+        split = f"tp {args.tp_size}, codec {args.tp_codec}" if args.tp_size > 1 else "whole model"
+        run = {"name": f"{name} ({args.world_size} processes, {split})", "tasks": scores}
         if is_main:
             report.write_json(Path(args.output_dir) / f"downstream_{name}.json", run)
         return run
 
     runs = [ask("before")] if tasks else []
+    sent_before = bytes_so_far(trainer)
     metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
+    sent = bytes_so_far(trainer) - sent_before
     if eval_rows is not None:
         metrics |= trainer.evaluate()
     if tasks:
@@ -91,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     if is_main:
         if runs:
             report.print_scores(runs)
-        report.print_facts("this run", closing_facts(trainer, metrics))
+        report.print_facts("this run", closing_facts(trainer, metrics, sent))
 
 
 if __name__ == "__main__":

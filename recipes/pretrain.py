@@ -16,12 +16,11 @@ from itertools import chain
 
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
-from transformers import Trainer as TacoScapeTrainer
-from transformers import TrainingArguments as TacoScapeArguments
 
 import report
 from common import load_tokenizer, parse_arguments, setup_logging
-from finetune import closing_facts
+from finetune import bytes_so_far, closing_facts
+from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
 from task_data import DataArguments, load_split
 
 logger = logging.getLogger("recipes.pretrain")
@@ -96,7 +95,9 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=default_data_collator,
     )
     before = trainer.evaluate()["eval_loss"]
+    sent_before = bytes_so_far(trainer)
     metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
+    sent = bytes_so_far(trainer) - sent_before
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     trainer.save_state()
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             "evaluation loss": f"{before:.4f} before, {after:.4f} after",
             "perplexity": f"{math.exp(before):.1f} before, {math.exp(after):.1f} after",
         }
-        report.print_facts("this run", facts | closing_facts(trainer, metrics))
+        report.print_facts("this run", facts | closing_facts(trainer, metrics, sent))
 
 
 if __name__ == "__main__":

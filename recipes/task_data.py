@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_from_disk
 
 IGNORED = -100
@@ -185,3 +186,33 @@ def training_rows(args: DataArguments, rows: Dataset, tokenizer) -> Dataset:
         return {"input_ids": ids, "labels": [IGNORED] * n_prompt + ids[n_prompt:]}
 
     return rows.map(encode, remove_columns=columns, num_proc=args.preprocessing_num_workers, desc="tokenising")
+
+
+def left_pad(sequences: list, pad_id: int) -> dict[str, torch.Tensor]:
+    """int64 [rows, longest] input_ids, attention_mask and position_ids; every row ends in the last column."""
+    longest = max(map(len, sequences))
+    mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences])
+    ids = torch.tensor([[pad_id] * (longest - len(s)) + list(s) for s in sequences])
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+@dataclass
+class CompletionCollator:
+    """Batches of `training_rows`, padded on the left, labels [rows, kept].
+
+    Where the model takes `logits_to_keep`, it computes the vocabulary-wide logits only of the columns with a label, and
+    of the one before them, which predicts the first; all columns are a third of a small model's work.
+    """
+
+    pad_id: int
+    logits_to_keep: bool
+
+    def __call__(self, rows: list[dict]) -> dict:
+        batch = left_pad([row["input_ids"] for row in rows], self.pad_id)
+        longest = batch["input_ids"].shape[1]
+        labels = torch.tensor([[IGNORED] * (longest - len(row["labels"])) + row["labels"] for row in rows])
+        if not self.logits_to_keep:
+            return batch | {"labels": labels}
+        first = int((labels != IGNORED).any(0).nonzero()[0]) if (labels != IGNORED).any() else longest - 1
+        kept = min(longest - first + 1, longest)
+        return batch | {"labels": labels[:, -kept:], "logits_to_keep": kept}

@@ -1,0 +1,264 @@
+"""SCAPE's exchange, once an optimizer step: masked momentum and dense gradients in one message, next masks beside it.
+
+sync      c = b1*m + (1-b1)*g + r in place of r; pack c on the mask; one packed mean over the ranks
+meanwhile each owner selects the next step's masks from its own c (side stream, or thread on CPU)
+(update)  the optimizer reads `mean_of`, `dense_mean` and `coefficient`
+finish    the masks are sent; they arrive during the next forward and are used in the next step
+"""
+
+import torch
+import torch.distributed as dist
+
+from hf_taco_scape.collectives.meter import ByteMeter, ring_all_reduce_bytes
+from hf_taco_scape.collectives.sparse import PackedMessage, group_rank, group_size
+from hf_taco_scape.sync.density import DensitySchedule
+from hf_taco_scape.sync.mask import EncodedMask, assign_owners, select_topk
+from hf_taco_scape.sync.mask_exchange import MaskExchange
+from hf_taco_scape.sync.norms import clip_coefficient, model_norm
+from hf_taco_scape.sync.side_lane import SideLane
+from hf_taco_scape.sync.slot import Slot
+from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, row_square_sums
+
+
+class GradSync:
+    """The exchange over one data-parallel group; every rank builds it from the same parameters in the same order.
+
+    `group` is the data-parallel group; `tp_group`, if given, joins the ranks that hold the other parts of this model
+    copy. values_dtype: payload of the sparse values; state_dtype: of everything else in the message.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        schedule: DensitySchedule,
+        *,
+        values_dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        second_moment: str,
+        mask: str,
+        clip: str,
+        group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None,
+        ordered: bool,
+        seed: int,
+        meter: ByteMeter,
+    ) -> None:
+        self.slots = slots
+        self.sparse = [s for s in slots if s.sparse]
+        self.dense = [s for s in slots if not s.sparse]
+        self._averaged_here = [s for s in self.dense if not s.group["already_reduced"]]
+        self.rows, self.clip, self.ordered, self.meter = second_moment == "row", clip, ordered, meter
+        self.values_dtype, self.state_dtype = values_dtype, state_dtype
+        self.group, self.tp_group = group, tp_group
+        self.world, self.rank = group_size(group), group_rank(group)
+        self.device = slots[0].param.device
+        self.masks = MaskExchange(self.sparse, schedule, kind=mask, seed=seed, group=group, meter=meter)
+        self._lane = SideLane(self.device)
+        self._agree_over_tp()
+
+    def _agree_over_tp(self) -> None:
+        """Owners and full row lengths: the same on every tp rank, whatever the size of its parts."""
+        lengths = [s.numel // s.rows for s in self.sparse]
+        sizes = torch.tensor([[s.numel for s in self.sparse], lengths], dtype=torch.int64, device=self.device)
+        if self.tp_group is not None:
+            # replicas must be thinned by one and the same data-parallel rank's choice
+            dist.all_reduce(sizes[0], op=dist.ReduceOp.MAX, group=self.tp_group)
+            dist.all_reduce(sizes[1], group=self.tp_group)
+        largest, summed = sizes.tolist()
+        for slot, owner in zip(self.sparse, assign_owners(largest, self.world), strict=True):
+            slot.owner = owner
+        self._row_lengths = [
+            total if self._row_is_split(slot) else length
+            for slot, total, length in zip(self.sparse, summed, lengths, strict=True)
+        ]
+
+    def _row_is_split(self, slot: Slot) -> bool:
+        return slot.layout.row_split and self.tp_group is not None
+
+    @torch.no_grad()
+    def sync(self, step: int, max_norm: float | None, need_norm: bool, inverse_scale: torch.Tensor | None) -> None:
+        """Exchange this step's gradients; `mean_of`, `dense_mean` and the three attributes below are then this step's.
+
+        norm: of the averaged gradient (clip "ghat"), or the ranks' mean of their own ("local"); None unless max_norm
+        or need_norm asks for it. coefficient: for ghat and dense gradients, or None. clipped: 1 if the step was
+        clipped (local: the share of ranks). inverse_scale multiplies every gradient first (1 / GradScaler's scale).
+        """
+        self.norm = self.coefficient = None
+        self.clipped = torch.zeros((), device=self.device)
+        self.masks.begin(step)
+        scale, local = inverse_scale, []
+        if self.clip == "local" and (max_norm is not None or need_norm):
+            norm, coefficient = self._local_norm(max_norm, inverse_scale)
+            local = [norm, (coefficient < 1).to(norm.dtype)]
+            scale = coefficient if inverse_scale is None else coefficient * inverse_scale
+        self._chosen = self.masks.to_choose(step)
+        self._own_k = {slot.index: k for slot, k in self._chosen if slot.owner == self.rank}
+        self._new_message(len(local))
+        self._jobs, self._payloads = [], {}
+        for slot in self.sparse:
+            self._pack_sparse(slot, scale)
+        self._pack_exact(scale, local)
+        self._message.start()
+        if self._jobs:
+            self._lane.start(lambda jobs=self._jobs: [self._choose(*job) for job in jobs])
+        self._message.finish()
+        self.meter.add(
+            *(ring_all_reduce_bytes(nbytes, self.world) for nbytes in (self._dense_bytes, self._message.nbytes))
+        )
+        self._read_exact(bool(local))
+        if self.clip == "ghat" and (max_norm is not None or need_norm):
+            self._averaged_norm(max_norm)
+
+    # -- the message -------------------------------------------------------------------------------------------
+
+    @property
+    def _dense_bytes(self) -> int:
+        return sum(s.numel * s.param.element_size() for s in self.sparse + self._averaged_here)
+
+    def _new_message(self, n_local: int) -> None:
+        """[c on the masks, tensor by tensor | dense gradients | row means | own norm, and whether it was clipped]"""
+        self._spans, first = {}, 0
+        for slot in self.sparse:
+            self._spans[slot.index] = (first, first + self.masks.masks[slot.index].k)
+            first = self._spans[slot.index][1]
+        n_rows = sum(s.rows for s in self.sparse) if self.rows else 0
+        self._message = PackedMessage(
+            first,
+            sum(s.numel for s in self._averaged_here) + n_rows + n_local,
+            values_dtype=self.values_dtype,
+            exact_dtype=self.state_dtype,
+            device=self.device,
+            group=self.group,
+            ordered=self.ordered,
+        )
+
+    def _pack_sparse(self, slot: Slot, scale: torch.Tensor | None) -> None:
+        """Form c and pack it; c becomes the residual now, or beside the message if this rank selects from it."""
+        residual = slot.state["residual"]
+        c = residual.to(self.device, non_blocking=True).view(-1)
+        form_(c, slot.momentum, slot.grad, slot.group["betas"][0], scale)
+        selection = self.masks.selection_of(slot)
+        pack_(self._values(slot), c, selection)
+        k = self._own_k.get(slot.index)
+        offloaded = residual.device != self.device
+        if k is not None and not offloaded:
+            self._jobs.append((slot, c, k, selection))
+            return
+        if k is not None:
+            # an offloaded residual passes through the device once, so its tensor is selected on the way
+            self._payloads[slot.index] = self._choose(slot, c, k, selection)
+        else:
+            keep_unsent_(c, selection, self.values_dtype)
+        if offloaded:
+            residual.view(-1).copy_(c, non_blocking=True)
+
+    @torch.no_grad()
+    def _choose(self, slot: Slot, c: torch.Tensor, k: int, selection) -> torch.Tensor:
+        """The encoded mask of the next step; c, no longer needed whole, becomes the residual."""
+        payload = EncodedMask.from_bool(select_topk(c, k), k).payload
+        keep_unsent_(c, selection, self.values_dtype)
+        return payload
+
+    def _pack_exact(self, scale: torch.Tensor | None, local: list[torch.Tensor]) -> None:
+        parts = []
+        for slot in self._averaged_here:
+            part = torch.zeros_like(slot.momentum) if slot.grad is None else slot.grad
+            parts.append(part if scale is None else part.to(self.state_dtype) * scale)
+        if self.rows:
+            parts += self._row_means(scale)
+        parts += [value.view(1) for value in local]
+        for out, part in zip(self._message.exact.split([p.numel() for p in parts]), parts, strict=True):
+            out.copy_(part)
+
+    def _row_means(self, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        sums = [
+            row_square_sums(s.param.grad, s.state["momentum"], s.layout.row_dims, scale).to(self.state_dtype)
+            for s in self.sparse
+        ]
+        split = [i for i, slot in enumerate(self.sparse) if self._row_is_split(slot)]
+        if split:
+            joined = torch.cat([sums[i] for i in split])
+            dist.all_reduce(joined, group=self.tp_group)
+            for i, part in zip(split, joined.split([sums[i].numel() for i in split]), strict=True):
+                sums[i] = part
+        return [total / length for total, length in zip(sums, self._row_lengths, strict=True)]
+
+    def _read_exact(self, has_local: bool) -> None:
+        sizes = [s.numel for s in self._averaged_here] + [s.rows for s in self.sparse if self.rows]
+        *parts, local = self._message.exact.split([*sizes, 2 if has_local else 0])
+        self._dense_means = {s.index: part for s, part in zip(self._averaged_here, parts, strict=False)}
+        for slot, mean in zip(self.sparse, parts[len(self._averaged_here) :], strict=self.rows):
+            b2 = slot.group["betas"][1]
+            slot.state["second_moment"].mul_(b2).add_(mean, alpha=1 - b2)
+        if has_local:
+            self.norm, self.clipped = local.clone()
+
+    # -- norms -------------------------------------------------------------------------------------------------
+
+    def _norm_of(self, grad: torch.Tensor | None) -> torch.Tensor:
+        if grad is None:
+            return torch.zeros((), dtype=self.state_dtype, device=self.device)
+        return torch.linalg.vector_norm(grad, dtype=self.state_dtype)
+
+    def _local_norm(self, max_norm, inverse_scale) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = model_norm([self._norm_of(s.grad) for s in self.slots], self.slots, self.tp_group)
+        if inverse_scale is not None:
+            norm = norm * inverse_scale.to(norm.dtype)
+        return norm, torch.ones_like(norm) if max_norm is None else clip_coefficient(norm, max_norm)
+
+    def _averaged_norm(self, max_norm: float | None) -> None:
+        norms = []
+        for s in self.slots:
+            if s.sparse:
+                b1 = s.group["betas"][0]
+                norms.append(self._norm_of(decoded_grad(self.mean_of(s), s.momentum, self.masks.selection_of(s), b1)))
+            else:
+                norms.append(self._norm_of(self.dense_mean(s)))
+        self.norm = model_norm(norms, self.slots, self.tp_group)
+        if max_norm is not None:
+            self.coefficient = clip_coefficient(self.norm, max_norm)
+            self.clipped = (self.coefficient < 1).to(torch.float32)
+
+    # -- what the optimizer reads ------------------------------------------------------------------------------
+
+    def _values(self, slot: Slot) -> torch.Tensor:
+        first, last = self._spans[slot.index]
+        return self._message.values[first:last]
+
+    def mean_of(self, slot: Slot) -> torch.Tensor:
+        """mt of a sparse tensor on its mask, [k] in the state's dtype, before clipping."""
+        return self._values(slot).to(slot.momentum.dtype)
+
+    def dense_mean(self, slot: Slot) -> torch.Tensor:
+        """The averaged gradient of a dense tensor, flat, before clipping."""
+        if slot.index in self._dense_means:
+            return self._dense_means[slot.index]
+        return torch.zeros_like(slot.momentum) if slot.grad is None else slot.grad
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the update: complete the residuals and send the next masks."""
+        for (slot, *_), payload in zip(self._jobs, self._lane.join(), strict=True):
+            self._payloads[slot.index] = payload
+        self._return_rounding()
+        self.masks.end(self._chosen, self._payloads)
+        del self._message, self._jobs, self._payloads, self._dense_means
+
+    def _return_rounding(self) -> None:
+        """The rank that rounded a row of the mean owes every rank that error; its own residual takes all of it."""
+        rounding = self._message.take_rounding()
+        if rounding is None:
+            return
+        first, error = rounding
+        for slot in self.sparse:
+            begin, end = self._spans[slot.index]
+            low, high = max(begin, first), min(end, first + error.numel())
+            if low >= high:
+                continue
+            residual = slot.state["residual"].view(-1)
+            places = self.masks.selection_of(slot).places(slot.momentum)
+            owed = (error[low - first : high - first] * self.world).to(residual.dtype).to(residual.device)
+            if places is None:
+                residual[low - begin : high - begin].add_(owed)
+            else:
+                residual.index_add_(0, places[low - begin : high - begin].to(residual.device), owed)

@@ -1,0 +1,26 @@
+"""Norms over all tensors of a model copy, wherever tensor parallelism put their parts."""
+
+import torch
+import torch.distributed as dist
+
+from hf_taco_scape.sync.slot import Slot
+
+NORM_EPS = 1e-6
+
+
+def model_norm(norms: list[torch.Tensor], slots: list[Slot], tp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The norm over all tensors from one norm (0-dim) a slot; over tp, what several ranks hold counts once."""
+    weights = [1.0 if tp_group is None else 1 / slot.layout.copies for slot in slots]
+    stacked = torch.stack(norms)
+    square = (stacked.double().square() * torch.tensor(weights, device=stacked.device)).sum()
+    if tp_group is not None:
+        # added in rank order here: an all-reduce may add in another order in another group
+        parts = square.new_empty(dist.get_world_size(tp_group))
+        dist.all_gather_into_tensor(parts, square.view(1), group=tp_group)
+        square = parts.sum()
+    return square.sqrt().to(stacked.dtype)
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm/(norm + 1e-6)), without asking the device for the norm."""
+    return (max_norm / (norm + NORM_EPS)).clamp(max=1.0)

@@ -1,0 +1,414 @@
+"""ScapeAdamS: AdamS that synchronises its data-parallel gradients itself, sparsely. One step t on W ranks, a tensor:
+
+    c_w   = b1*m + (1-b1)*g_w + r_w                 each rank's gradient g_w and residual r_w
+    next  = top-k of |c_owner|                      used in step t+1: the mask is one step late
+    mt    = mean over ranks of c_w on the mask, 0 elsewhere;      r_w = c_w off the mask
+    ghat  = (mt - b1*m)/(1-b1) on the mask, 0 elsewhere;          clipped by its norm over all tensors
+    v     = b2*m^2 + (1-b2)*ghat^2
+    p    -= lr*wd*p;    p -= lr/(1-b1^t) * mt/(sqrt(v)/sqrt(1-b2^t) + eps);    m = mt
+
+Dense tensors (norms, biases) take an ordinary AdamS step on their averaged gradient, sent in the same message.
+"""
+
+import warnings
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from hf_taco_scape.collectives.meter import ByteMeter
+from hf_taco_scape.collectives.sparse import group_size
+from hf_taco_scape.optim.adams import adams_update_, check_hyperparameters, chunks, load_state_uncast, state_dtype
+from hf_taco_scape.sync.amp import share_found_inf, unscale_and_share
+from hf_taco_scape.sync.density import DensitySchedule
+from hf_taco_scape.sync.grad_sync import GradSync
+from hf_taco_scape.sync.layout import LayoutOf, plain_layout
+from hf_taco_scape.sync.slot import Slot
+from hf_taco_scape.sync.step_ops import sparse_update_
+
+CHOICES = {
+    "values": ("fp32", "bf16"),
+    "second_moment": ("adams", "row"),
+    "mask": ("topk", "cyclic", "random"),
+    "clip": ("ghat", "local"),
+}
+
+
+class ScapeAdamS(Optimizer):
+    """AdamS with SCAPE's sparse synchronisation (equations at the top of this file).
+
+    Every rank builds it from the same parameters in the same order, leaves `.grad` unsynchronised (no DDP), and calls
+    `step()` once after the last micro-batch. A parameter is sparse if it has two or more dimensions, unless its group
+    says `sparse=True` or `sparse=False`; a group with `already_reduced=True` holds dense parameters whose gradients
+    somebody else averages. A parameter without a gradient on this rank contributes zero.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as for AdamS.
+        density: share of each sparse tensor that is sent, in (0, 1]; 0.01 is 99 % sparse.
+        hold_steps, warmup_steps: density stays 1 for `hold_steps` more steps after the first, then falls geometrically
+            over `warmup_steps`.
+        process_group: the data-parallel group (None: the default group).
+        max_grad_norm: clip in `step()`. Leave None when `sync(max_norm)` is called instead: one owner of clipping.
+        values: payload of the sparse values: "fp32" (the state's dtype), or "bf16" with its rounding fed back.
+        second_moment: "adams" (the previous momentum), or "row" (one number an output row, from local gradients).
+        mask: "topk" (each tensor's owner chooses), or "cyclic" or "random", which every rank works out itself.
+        clip: "ghat" (the averaged gradient), or "local" (each rank's gradient, by its own norm, before it enters c).
+        residual_device: "cpu" keeps the residuals in host memory and brings them in tensor by tensor.
+        tp_group, layout: under tensor parallelism, the group that holds this model copy, and a callable that gives
+            each parameter's `TensorLayout`. `layout` alone only says where the output rows are (see `module_layout`).
+        ordered: sum in rank order, whatever the backend's algorithm (None: where tp replicas depend on it).
+        seed: of the random masks, the same on all ranks.
+        meter: a ByteMeter to count in; `self.meter` otherwise.
+
+    State of a sparse parameter: momentum, residual (this rank's own), mask and mask_k or mask_start, second_moment.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        betas=(0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        density: float = 0.01,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        max_grad_norm: float | None = None,
+        values: str = "fp32",
+        second_moment: str = "adams",
+        mask: str = "topk",
+        clip: str = "ghat",
+        hold_steps: int = 0,
+        *,
+        residual_device: str | torch.device | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        layout: LayoutOf | None = None,
+        ordered: bool | None = None,
+        seed: int = 0,
+        meter: ByteMeter | None = None,
+    ) -> None:
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        self.options = {"values": values, "second_moment": second_moment, "mask": mask, "clip": clip}
+        for name, value in self.options.items():
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name} must be one of {', '.join(CHOICES[name])}; got {value!r}")
+        if tp_group is not None and layout is None:
+            raise ValueError("tp_group needs layout=: a callable that gives the TensorLayout of each parameter")
+        self.schedule = DensitySchedule(density, warmup_steps, hold_steps)
+        self.max_grad_norm = _checked_norm(max_grad_norm)
+        self.process_group, self.tp_group = process_group, tp_group
+        self.layout = layout or plain_layout
+        self.world = group_size(process_group)
+        self.ordered = self.world > 2 and tp_group is not None if ordered is None else ordered
+        self.seed = seed
+        self.meter = ByteMeter() if meter is None else meter
+        self.residual_device = None if residual_device is None else torch.device(residual_device)
+        self.last_step_skipped = False
+        self._engine: GradSync | None = None
+        self._synced: tuple | None = None
+        self._steps_clipped, self._steps_measured = 0.0, 0
+        if self.world == 1:
+            warnings.warn(
+                "ScapeAdamS runs on one data-parallel rank: nothing is sent, yet the density thins every update; "
+                "use AdamS for dense training on one rank",
+                stacklevel=2,
+            )
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"sparse": None, "already_reduced": False, "step": 0})
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group, at any time and on every rank alike. Under `topk`, a tensor's first step sends all of it."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._drop_engine()
+
+    def _check_group(self, group: dict) -> None:
+        if group["sparse"] and group["already_reduced"]:
+            raise ValueError("a sparse group is averaged here: drop sparse=True or already_reduced=True")
+        device = self.param_groups[0]["params"][0].device
+        for p in group["params"]:
+            if p.device != device:
+                raise ValueError(
+                    f"all parameters must be on one device, got {device} and {p.device}: move the model before "
+                    f"building the optimizer, or build one optimizer a device"
+                )
+            if device.type == "meta":
+                raise ValueError(
+                    "parameters are on the meta device: materialise the model before building the optimizer"
+                )
+            if p.is_complex() or not p.is_contiguous():
+                raise ValueError(
+                    f"ScapeAdamS needs real, contiguous parameters, got {p.dtype} of shape {tuple(p.shape)} with "
+                    f"strides {p.stride()}: assign param.data = param.data.contiguous() first"
+                )
+
+    def _drop_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.masks.collect()
+        self._engine = None
+
+    def _build_engine(self) -> GradSync:
+        slots = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad:
+                    continue
+                wanted = p.dim() >= 2 and not group["already_reduced"] if group["sparse"] is None else group["sparse"]
+                slot = Slot(len(slots), p, group, self.state[p], self.layout(p), bool(wanted) and p.numel() > 0)
+                self._prepare_state(slot)
+                slots.append(slot)
+        if not slots:
+            raise ValueError("no parameter requires a gradient")
+        dtype = torch.float64 if any(state_dtype(s.param) == torch.float64 for s in slots) else torch.float32
+        self._requires_grad = self._flags()
+        return GradSync(
+            slots,
+            self.schedule,
+            values_dtype=torch.bfloat16 if self.options["values"] == "bf16" else dtype,
+            state_dtype=dtype,
+            second_moment=self.options["second_moment"],
+            mask=self.options["mask"],
+            clip=self.options["clip"],
+            group=self.process_group,
+            tp_group=self.tp_group,
+            ordered=self.ordered,
+            seed=self.seed,
+            meter=self.meter,
+        )
+
+    def _prepare_state(self, slot: Slot) -> None:
+        p, state = slot.param, slot.state
+        zeros = {"dtype": state_dtype(p), "device": p.device}
+        fresh = {"momentum": lambda: torch.zeros(p.shape, **zeros)}
+        if slot.sparse:
+            fresh["residual"] = lambda: self._place_residual(torch.zeros(p.shape, **zeros))
+            if self.options["second_moment"] == "row":
+                fresh["second_moment"] = lambda: torch.zeros(slot.rows, **zeros)
+            if self.options["mask"] == "cyclic":
+                fresh["mask_start"] = int
+        missing = sorted(fresh.keys() - state.keys())
+        if state and missing:
+            raise ValueError(
+                f"the loaded state of a parameter of shape {tuple(p.shape)} lacks {', '.join(missing)}: it was saved "
+                f"with other options; now {self.options}"
+            )
+        for key in missing:
+            state[key] = fresh[key]()
+
+    def _place_residual(self, residual: torch.Tensor) -> torch.Tensor:
+        if self.residual_device is None or self.residual_device.type == residual.device.type:
+            return residual
+        # pinned, so that it comes and goes without stopping the host
+        return residual.to(self.residual_device).pin_memory()
+
+    def _flags(self) -> list[bool]:
+        return [p.requires_grad for group in self.param_groups for p in group["params"]]
+
+    def _check_gradients(self) -> None:
+        if self._flags() != self._requires_grad:
+            raise ValueError("requires_grad changed after the first step: rebuild the optimizer after (un)freezing")
+        for slot in self._engine.slots:
+            grad = slot.param.grad
+            if grad is not None and grad.is_sparse:
+                raise ValueError(
+                    f"ScapeAdamS needs dense gradients, but that of shape {tuple(slot.param.shape)} is sparse: "
+                    f"build its layer with sparse=False"
+                )
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken; the schedule's position."""
+        return self.param_groups[0]["step"]
+
+    @torch.no_grad()
+    def sync(self, max_norm: float | None = None, scaler: torch.amp.GradScaler | None = None) -> torch.Tensor:
+        """Synchronise now, once, after the last micro-batch; `step()` then only updates.
+
+        Returns the norm (0-dim, the same on all ranks of the data-parallel group and of tp): of the averaged gradient
+        before clipping, for clip="local" the ranks' mean of their own. Collective. max_norm: clip to it (None: the
+        constructor's max_grad_norm). scaler: under fp16, unscale first and skip the step on all ranks if one
+        overflowed; the norm is then inf.
+        """
+        if max_norm is not None and self.max_grad_norm not in (None, max_norm):
+            raise ValueError(
+                f"max_norm={max_norm} here and max_grad_norm={self.max_grad_norm} at construction: keep one"
+            )
+        limit = self.max_grad_norm if max_norm is None else _checked_norm(max_norm)
+        if self._synced is not None:
+            self._check_untouched()
+            if limit != self._synced_limit:
+                raise ValueError(f"already synchronised with max_norm={self._synced_limit}: sync once a step")
+            return self._norm
+        overflow = False
+        if scaler is not None:
+            overflow = unscale_and_share(scaler, self, self._device, [self.process_group, *self._tp])
+        self._run_sync(limit, True, None, overflow)
+        return self._norm
+
+    def _run_sync(self, limit, need_norm: bool, inverse_scale, overflow: bool) -> None:
+        if self._engine is None:
+            self._engine = self._build_engine()
+        self._check_gradients()
+        self.last_step_skipped = overflow
+        if overflow:
+            self._norm = torch.tensor(float("inf"), device=self._device)
+        else:
+            self._engine.sync(self.step_count + 1, limit, need_norm, inverse_scale)
+            self._norm = self._engine.norm
+            if limit is not None:
+                self._steps_clipped = self._steps_clipped + self._engine.clipped
+                self._steps_measured += 1
+        self._synced, self._synced_limit = self._gradient_versions(), limit
+
+    def _gradient_versions(self) -> tuple:
+        return tuple(None if s.param.grad is None else s.param.grad._version for s in self._engine.slots)
+
+    def _check_untouched(self) -> None:
+        if self._gradient_versions() != self._synced:
+            raise RuntimeError("gradients changed between sync() and step(): sync once, after the last micro-batch")
+
+    @property
+    def _device(self) -> torch.device:
+        return self.param_groups[0]["params"][0].device
+
+    @property
+    def _tp(self) -> list[dist.ProcessGroup]:
+        return [] if self.tp_group is None else [self.tp_group]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Synchronise unless `sync()` did, and update. Collective. Returns the closure's value, if one was given.
+
+        Under a GradScaler (`scaler.step(optimizer)`) an overflow on any rank skips the step on all: nothing changes,
+        and `last_step_skipped` is True.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._synced is None:
+            overflow, inverse_scale = self._scaler_report()
+            self._run_sync(self.max_grad_norm, self.max_grad_norm is not None, inverse_scale, overflow)
+        else:
+            self._check_untouched()
+            if not self.last_step_skipped and float(getattr(self, "found_inf", 0)) > 0:
+                raise RuntimeError("gradients overflowed after sync(): pass the scaler, sync(max_norm, scaler=scaler)")
+        self._synced = None
+        if not self.last_step_skipped:
+            self._update()
+        return loss
+
+    def _scaler_report(self) -> tuple[bool, torch.Tensor | None]:
+        """What GradScaler.step left on this optimizer: whether to skip, and what to multiply gradients by."""
+        if not hasattr(self, "found_inf"):
+            return False, None
+        shared = share_found_inf(self.found_inf, self._device, [self.process_group, *self._tp])
+        scale = self.grad_scale
+        return bool(shared > 0), None if scale is None else scale.to(self._device).double().reciprocal().float()
+
+    def _update(self) -> None:
+        engine = self._engine
+        for group in self.param_groups:
+            group["step"] += 1
+        for slot in engine.sparse:
+            sparse_update_(
+                slot.param,
+                slot.momentum,
+                engine.mean_of(slot),
+                engine.masks.selection_of(slot),
+                **_hyperparameters(slot.group),
+                clip=engine.coefficient,
+                second_moment=slot.state.get("second_moment"),
+                row_dims=slot.layout.row_dims,
+            )
+        alike: dict[tuple, list[Slot]] = defaultdict(list)
+        for slot in engine.dense:
+            alike[id(slot.group), slot.param.dtype].append(slot)
+        for slots in alike.values():
+            for chunk in chunks(slots, lambda slot: slot.numel):
+                adams_update_(
+                    [s.param for s in chunk],
+                    [self._dense_grad(s) for s in chunk],
+                    [s.state["momentum"] for s in chunk],
+                    **_hyperparameters(chunk[0].group),
+                )
+        engine.finish()
+
+    def _dense_grad(self, slot: Slot) -> torch.Tensor:
+        grad = self._engine.dense_mean(slot).view(slot.param.shape).to(slot.state["momentum"].dtype)
+        clip = self._engine.coefficient
+        return grad if clip is None else grad * clip.to(grad.dtype)
+
+    # -- checkpoints and figures -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """This rank's state, the next step's masks included (waits for them; sends nothing).
+
+        Residuals differ between the ranks of a data-parallel group: save one file a rank. All else is shared.
+        """
+        if self._synced is not None:
+            raise RuntimeError("state_dict() between sync() and step(): take the step first")
+        if self._engine is not None:
+            self._engine.masks.collect()
+            if self.residual_device is not None and self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Restore a rank's own `state_dict()`, bit for bit. At another data-parallel size see `merge_residuals`."""
+        self._drop_engine()
+        self._synced = None
+        offload = self.residual_device
+        load_state_uncast(self, state_dict, lambda p, key: offload if offload and key == "residual" else p.device)
+        for p, state in self.state.items():
+            if "residual" in state and state["residual"].device != p.device:
+                state["residual"] = state["residual"].pin_memory()
+
+    def stats(self) -> dict[str, float]:
+        """Figures of the last step on this rank; reads every residual, so call it as often as you log.
+
+        density: share of the sparse tensors that was sent. bytes_dense, bytes_sent: totals so far, by a dense
+        all-reduce and as sent. residual_over_momentum: ratio of norms. clipped_share: share of steps so far
+        that were clipped. mask_overlap: share of the mask that was in the step before's.
+        """
+        engine = self._engine
+        if engine is None or not self.step_count:
+            raise RuntimeError("no step has been taken yet")
+        if not engine.sparse:
+            raise RuntimeError("no parameter is sparse: there is nothing to report")
+        residual = torch.stack([torch.linalg.vector_norm(s.state["residual"]).cpu() for s in engine.sparse]).norm()
+        momentum = torch.stack([torch.linalg.vector_norm(s.momentum).cpu() for s in engine.sparse]).norm()
+        kept, numel = engine.masks.kept()
+        bytes_now = self.meter.snapshot()
+        return {
+            "step": self.step_count,
+            "density": kept / numel,
+            "bytes_dense": bytes_now["dense_bytes"],
+            "bytes_sent": bytes_now["sent_bytes"],
+            "residual_over_momentum": float(residual / momentum),
+            "clipped_share": float(self._steps_clipped) / max(1, self._steps_measured),
+            "mask_overlap": engine.masks.overlap(),
+        }
+
+
+def _hyperparameters(group: dict) -> dict:
+    names = ("step", "betas", "eps", "weight_decay")
+    return {name: group[name] for name in names} | {"lr": float(group["lr"])}
+
+
+def _checked_norm(max_norm: float | None) -> float | None:
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"the norm to clip to must be > 0, got {max_norm}; leave it out for no clipping")
+    return max_norm

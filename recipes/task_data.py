@@ -200,8 +200,8 @@ def left_pad(sequences: list, pad_id: int) -> dict[str, torch.Tensor]:
 class CompletionCollator:
     """Batches of `training_rows`, padded on the left, labels [rows, kept].
 
-    Where the model takes `logits_to_keep`, it computes the vocabulary-wide logits only of the columns with a label, and
-    of the one before them, which predicts the first; all columns are a third of a small model's work.
+    A model that takes `logits_to_keep` computes the vocabulary-wide logits only of the columns with a label, and of the
+    one before them, which predicts the first; logits of all columns are a third of a small model's work.
     """
 
     pad_id: int

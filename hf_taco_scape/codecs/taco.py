@@ -94,7 +94,9 @@ def _encode_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
         power = (amax.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
         power = torch.where(outside & ~tiny & ~bad, power, 1.0)
         x.masked_fill_(tiny | bad, 0).div_(power)
-    alpha = torch.div(x.new_full((), E4M3_MAX), (_mean_square(x) + 1e-6).sqrt_()).clamp_(1e-3, 1e3)
+    # by way of fp64, whose root rounds to fp32's: torch's fp32 root on CPU is off by one bit now and then
+    rms = (_mean_square(x) + 1e-6).double().sqrt_().float()
+    alpha = torch.div(rms.new_full((), E4M3_MAX), rms).clamp_(1e-3, 1e3)
     y = _transform(x.mul_(alpha))
     s = divide(largest_magnitude(y, 0), E4M3_MAX).clamp_(1e-12, 1e6)
     # |y / s| passes 448 by fp32's rounding at most, which E4M3 rounds back

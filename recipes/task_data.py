@@ -200,7 +200,7 @@ def left_pad(sequences: list, pad_id: int) -> dict[str, torch.Tensor]:
 class CompletionCollator:
     """Batches of `training_rows`, padded on the left, labels [rows, kept].
 
-    A model that takes `logits_to_keep` computes the vocabulary-wide logits only of the columns with a label, and of the
+    A model that takes `logits_to_keep` computes the vocabulary-wide logits only of the columns with a label and of the
     one before them, which predicts the first; logits of all columns are a third of a small model's work.
     """
 

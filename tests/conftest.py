@@ -1,4 +1,4 @@
-"""A pool of gloo workers, started once a session: importing torch and transformers costs seconds, a new group 50 ms."""
+"""A pool of gloo workers, started once a session: importing torch and transformers takes seconds, a group 50 ms."""
 
 import multiprocessing as mp
 import os
@@ -62,7 +62,7 @@ def _serve(rank: int, pipe) -> None:
 
 
 class WorkerPool:
-    """`run(world, function, *args)` calls a module-level function on `world` ranks and returns their results in order."""
+    """`run(world, function, *args)` calls a module-level function on `world` ranks; results come in rank order."""
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")

@@ -1,0 +1,338 @@
+"""Accelerate's data-parallel view of a tp x dp world, and the one place that synchronises gradients; no maths here.
+
+accelerate is shown the data-parallel world only: `num_processes` and `process_index` are the dp size and rank, so
+dataloaders shard over dp ranks, and gathers run over the dp group. DistributedDataParallel is never used: gradients
+are summed once per optimizer step, at clipping or right before the step. Everything that concerns files and printing
+(`is_main_process`, `state`) keeps the real world.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DataLoaderConfiguration, recursively_apply
+from torch import nn
+
+from . import hooks as _hooks  # noqa: F401  checks the hooks below at import
+from .collectives.dispatch import agree_on_largest
+from .collectives.meter import ByteMeter
+from .parallel import ParallelDims, gather_state_dict, parallelize, split_state
+from .parallel.model import group_device, parameter_splits
+from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states
+from .parallel.replicas import differing_tensors
+from .sync.dense import average_gradients, gradient_norm, sum_partial_gradients
+from .training_args import TacoScapeOptions, check_launch
+
+logger = logging.getLogger(__name__)
+
+
+class TacoScapeAccelerator(Accelerator):
+    """accelerate.Accelerator for own training loops with tensor and data parallelism.
+
+    Takes TacoScapeOptions (or its fields as keywords: tp_size, tp_codec, ...) besides Accelerator's own arguments.
+    `prepare` splits the model over its tensor-parallel group; the optimizer may be built before or after.
+    """
+
+    dims: ParallelDims | None = None
+
+    def __init__(self, options: TacoScapeOptions | None = None, **kwargs) -> None:
+        toggles = {name: kwargs.pop(name) for name in TacoScapeOptions.names() if name in kwargs}
+        if options is not None and toggles:
+            raise ValueError(f"give the toggles in options or as keywords, not both: {', '.join(toggles)}")
+        options = TacoScapeOptions(**toggles) if options is None else options
+        options.validate()
+        if not torch.accelerator.is_available():
+            kwargs.setdefault("cpu", True)
+        if options.tp_size > 1:
+            config = kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
+            if not config.use_seedable_sampler:
+                raise ValueError(
+                    "tp_size > 1 needs DataLoaderConfiguration(use_seedable_sampler=True): peers must agree"
+                )
+        super().__init__(**kwargs)
+        check_launch(self.state.num_processes)
+        self._attach(ParallelDims.build(options.tp_size), options)
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, dims: ParallelDims, options: TacoScapeOptions) -> "TacoScapeAccelerator":
+        """Turn the Accelerator that a Trainer has built into this class (there is no public way to hand it one)."""
+        accelerator.__class__ = cls
+        accelerator._attach(dims, options)
+        return accelerator
+
+    def _attach(self, dims: ParallelDims, options: TacoScapeOptions) -> None:
+        self.dims, self.options = dims, options
+        self.dp_meter = ByteMeter()
+        self._dirty = False
+        self._steps = 0
+        self._splits: dict = {}
+
+    # ---- the data-parallel view
+    @property
+    def num_processes(self) -> int:
+        return self.state.num_processes if self.dims is None else self.dims.dp_size
+
+    @property
+    def process_index(self) -> int:
+        return self.state.process_index if self.dims is None else self.dims.dp_rank
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        wanted = super().dispatch_batches
+        if self.dims is None or self.dims.tp_size == 1:
+            return wanted
+        if wanted:
+            raise ValueError(
+                "dispatch_batches=True does not work with tp_size > 1: its dispatcher knows the world only"
+            )
+        return False
+
+    def gather(self, tensor):
+        """Concatenate over data-parallel ranks along dim 0, as accelerate's gather does over the world."""
+
+        def one(t):
+            t = (t.reshape(1) if t.ndim == 0 else t).contiguous()
+            if self.dims.dp_size == 1:
+                return t
+            parts = [torch.empty_like(t) for _ in range(self.dims.dp_size)]
+            dist.all_gather(parts, t, group=self.dims.dp_group)
+            return torch.cat(parts)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data, use_gather_object: bool = False):
+        if self.dims.tp_size == 1 or not (use_gather_object or _has_objects(input_data)):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        parts = [input_data]
+        if self.dims.dp_size > 1:
+            parts = [None] * self.dims.dp_size
+            dist.all_gather_object(parts, input_data, group=self.dims.dp_group)
+        gathered = [item for part in parts for item in part]
+        surplus = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
+        return gathered[: self.gradient_state.remainder] if surplus else gathered
+
+    def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
+        if self.dims.tp_size == 1:
+            return super().reduce(tensor, reduction, scale)
+
+        def one(t):
+            t = t.clone()
+            if reduction == "none":
+                return t
+            op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            if self.dims.dp_size > 1:
+                dist.all_reduce(t, op=op, group=self.dims.dp_group)
+            return t / self.dims.dp_size if reduction == "mean" else t
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def split_between_processes(self, inputs, apply_padding: bool = False):
+        if self.dims.tp_size > 1:
+            raise ValueError(
+                "split_between_processes would give tensor-parallel peers different inputs; use a prepared "
+                "dataloader, or split by accelerator.process_index of accelerator.num_processes (data-parallel both)"
+            )
+        return super().split_between_processes(inputs, apply_padding)
+
+    # ---- models, optimizers, schedulers
+    def prepare(self, *args, device_placement=None):
+        models = [a for a in args if isinstance(a, nn.Module) and split_state(a) is None]
+        optimizers = [a for a in args if isinstance(a, torch.optim.Optimizer)]
+        if models and self.dims.tp_size > 1 and any(o.state for o in optimizers):
+            raise ValueError(
+                "the optimizer has state of the unsplit model already: prepare both before the first step"
+            )
+        return super().prepare(*args, device_placement=device_placement)
+
+    def split(self, model: nn.Module) -> nn.Module:
+        """Parallelize `model` over this process's tensor-parallel group as the options say; a no-op at tp_size 1."""
+        if self.dims.tp_size > 1 and split_state(model) is None:
+            options = self.options
+            parallelize(
+                model, self.dims.tp_group, options.tp_codec,
+                codec_backward=options.tp_codec_backward, min_bytes=options.tp_min_bytes,
+            )  # fmt: skip
+            if options.tp_min_bytes == "auto":
+                comm = split_state(model).comm
+                groups, device = [self.dims.dp_group], group_device(self.dims.tp_group)
+                comm.min_bytes = agree_on_largest(comm.min_bytes, groups, device)
+                logger.info("tp_min_bytes auto: messages from %d bytes travel as %s", comm.min_bytes, comm.codec.name)
+        return model
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        if hasattr(model, "peft_config") and self.dims.tp_size > 1:
+            raise ValueError(
+                "tp_size > 1 does not work with adapters yet: merge_and_unload() the adapter, or use tp_size 1"
+            )
+        self.split(model)
+        # evaluation_mode: place, autocast and compile, but no DistributedDataParallel
+        prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        self._splits |= parameter_splits(model)
+        if self.dims.dp_size > 1 and not evaluation_mode:
+            with torch.no_grad():
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    dist.broadcast(tensor, group=self.dims.dp_group, group_src=0)
+        return prepared
+
+    def prepare_optimizer(self, optimizer, device_placement=None):
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        prepared.__class__, prepared.accelerator = _SyncedOptimizer, self
+        return prepared
+
+    def prepare_scheduler(self, scheduler):
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.__class__, prepared.num_processes = _DataParallelScheduler, self.num_processes
+        return prepared
+
+    # ---- gradients
+    def backward(self, loss, **kwargs) -> None:
+        # set here and cleared by the sync, not by the optimizer's step: a step skipped for fp16 overflow keeps nothing
+        self._dirty = True
+        super().backward(loss, **kwargs)
+
+    def sync_gradients_once(self) -> None:
+        """Average gradients over dp (tp-partial ones summed over tp first); does nothing if that is done already."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        self.unscale_gradients()
+        parameters = [p for p in self._model_parameters() if p.requires_grad]
+        if self.dims.tp_group is not None:
+            summed = [
+                (p, s.shard, self.dims.tp_rank)
+                for p, s in ((p, self._splits.get(p)) for p in parameters)
+                if s is not None and s.partial
+            ]
+            sum_partial_gradients(summed, self.dims.tp_group)
+        if self.dims.dp_group is not None and parameters:
+            average_gradients(parameters, self.dims.dp_group, self.dp_meter)
+
+    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+        """Synchronise, then clip by the norm of the whole model's gradient; returns that norm, equal on all ranks."""
+        parameters = list(parameters)
+        self.sync_gradients_once()
+        if self.dims.tp_group is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise ValueError(f"tp_size > 1 clips by the L2 norm only, got norm_type {norm_type}")
+        weights = {p: 1 / s.copies for p, s in self._splits.items() if s.shard is not None}
+        norm = gradient_norm(parameters, weights, self.dims.tp_group)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def clip_grad_value_(self, parameters, clip_value) -> None:
+        self.sync_gradients_once()
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer=None) -> None:
+        """fp16: unscale each optimizer's gradients once, and let an overflow on any rank be one on all of them."""
+        if self.scaler is None:
+            return
+        optimizers = self._optimizers if optimizer is None else optimizer
+        for opt in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            while isinstance(opt, AcceleratedOptimizer):
+                opt = opt.optimizer
+            state = self.scaler._per_optimizer_states[id(opt)]
+            if state["found_inf_per_device"] or not any(
+                p.grad is not None for g in opt.param_groups for p in g["params"]
+            ):
+                continue
+            self.scaler.unscale_(opt)
+            for found in state["found_inf_per_device"].values():
+                for group in (self.dims.tp_group, self.dims.dp_group):
+                    if group is not None:
+                        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+
+    def _model_parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(p for model in self._models for p in model.parameters()))
+
+    def after_step(self) -> None:
+        """Count an optimizer step and compare replicas where the options ask for it."""
+        self._steps += 1
+        every = self.options.check_replicas
+        if every and self._steps % every == 0:
+            self.compare_replicas()
+
+    def compare_replicas(self) -> None:
+        """RuntimeError that names the first parameter whose copies are not the same bits; collective over all."""
+        for model in self._models:
+            named = list(model.named_parameters())
+            whole = [(n, p) for n, p in named if p not in self._splits or self._splits[p].shard is None]
+            for axis, group, tensors in (("tp", self.dims.tp_group, whole), ("dp", self.dims.dp_group, named)):
+                if group is not None:
+                    wrong = differing_tensors(tensors, group, group_device(group))
+                    if wrong:
+                        raise RuntimeError(
+                            f"replicas have drifted apart after {self._steps} steps: {wrong[0]} "
+                            f"({len(wrong)} tensors) is not the same on all {axis} ranks"
+                        )
+
+    # ---- checkpoints of own loops
+    def get_state_dict(self, model, unwrap: bool = True):
+        if split_state(model) is None:
+            return super().get_state_dict(model, unwrap)
+        return gather_state_dict(self.unwrap_model(model) if unwrap else model, keep=self.is_local_main_process)
+
+    def save_state(self, output_dir=None, safe_serialization: bool = True, **kwargs):
+        """accelerate's save_state with whole weights (one file) and optimizer state per tensor-parallel rank."""
+        if self.dims.tp_size == 1:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            location = super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            self._optimizers = optimizers
+        save_optimizer_states(Path(location), [o.state_dict() for o in optimizers], self.dims)
+        dist.barrier()
+        return location
+
+    def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
+        if self.dims.tp_size == 1:
+            return super().load_state(input_dir, load_kwargs, **kwargs)
+        if input_dir is None:
+            raise ValueError("load_state needs the folder's name with tp_size > 1")
+        states = load_optimizer_states(Path(os.path.expanduser(input_dir)), self.dims)
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            self._optimizers = optimizers
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+class _SyncedOptimizer(AcceleratedOptimizer):
+    """Loops that never clip get their gradient synchronisation here, before fp16's overflow check."""
+
+    def step(self, closure=None):
+        if not self.gradient_state.sync_gradients:
+            return super().step(closure)
+        self.accelerator.sync_gradients_once()
+        super().step(closure)
+        self.accelerator.after_step()
+
+
+class _DataParallelScheduler(AcceleratedScheduler):
+    """accelerate steps a scheduler once per process of the world; here that means data-parallel ranks."""
+
+    def step(self, *args, **kwargs):
+        skipped = any(opt.step_was_skipped for opt in self.optimizers)
+        if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients or skipped:
+            return super().step(*args, **kwargs)
+        for _ in range(self.num_processes):
+            # OneCycle refuses steps past its end
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+                self.scheduler.step(*args, **kwargs)
+
+
+def _has_objects(data) -> bool:
+    try:
+        recursively_apply(lambda t: t, data, error_on_other_type=True)
+    except TypeError:
+        return True
+    return False

@@ -1,0 +1,53 @@
+"""The one place that creates process groups: world = dp x tp, with tp the fastest axis (neighbours share a node)."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes, this process's coordinates and its two groups (None where the axis has size 1).
+
+    Ranks [d*tp, (d+1)*tp) form a tensor-parallel group and hold one copy of the model; ranks with the same place in
+    their tp group form a data-parallel group and hold the same slices.
+    """
+
+    tp_size: int = 1
+    dp_size: int = 1
+    tp_rank: int = 0
+    dp_rank: int = 0
+    tp_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def build(cls, tp_size: int) -> "ParallelDims":
+        """Create the groups; collective over the world. ValueError where `tp_size` does not divide the world."""
+        started = dist.is_available() and dist.is_initialized()
+        world, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+        check_tp_size(tp_size, world)
+        if world == 1:
+            return cls()
+        dp_size = world // tp_size
+        # every process creates every group, in one order: new_group is collective over the world
+        tp_groups = [dist.new_group(list(range(d * tp_size, (d + 1) * tp_size))) for d in range(dp_size)]
+        dp_groups = [dist.new_group(list(range(t, world, tp_size))) for t in range(tp_size)]
+        dp_rank, tp_rank = divmod(rank, tp_size)
+        return cls(
+            tp_size, dp_size, tp_rank, dp_rank,
+            tp_groups[dp_rank] if tp_size > 1 else None,
+            dp_groups[tp_rank] if dp_size > 1 else None,
+        )  # fmt: skip
+
+
+def check_tp_size(tp_size: int, world: int) -> None:
+    """ValueError where `tp_size` processes cannot be had or do not divide the world; the text names the fix."""
+    if tp_size < 1:
+        raise ValueError(f"tp_size must be at least 1, got {tp_size}")
+    if world % tp_size:
+        fix = (
+            f"launch with `accelerate launch --multi_gpu --num_processes {tp_size} ...`"
+            if world == 1
+            else f"choose a tp_size that divides {world}, or launch a multiple of {tp_size} processes"
+        )
+        raise ValueError(f"tp_size {tp_size} does not divide the {world} process(es) of this launch: {fix}")

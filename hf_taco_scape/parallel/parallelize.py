@@ -1,0 +1,213 @@
+"""Splits a Hugging Face model over a tensor-parallel group in place: checks everything first, then swaps modules."""
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..collectives.dispatch import Communicator, measure_min_bytes
+from ..layers import COLWISE_LAYERS, OUT_DIM, ROWWISE_LAYERS, SplitRng, copy_to_split, linear_kind
+from ..plans import COUNTS, Block, Plan, get_plan, matches
+from .model import as_split_model, group_device, split_state
+from .replicas import differing_tensors
+from .sharding import HeadLayout, Shard, deal_heads, shard_units, shard_width
+
+logger = logging.getLogger(__name__)
+
+
+def parallelize(
+    model: nn.Module,
+    tp_group,
+    codec: str = "taco",
+    plan: Plan | None = None,
+    *,
+    codec_backward: str | None = None,
+    min_bytes: int | str = 0,
+) -> nn.Module:
+    """Swap `model`'s attention and MLP layers for split ones, in place, and return it; collective over `tp_group`.
+
+    Every rank passes the same whole model (parameters that differ are taken from the group's first rank, with a line
+    in the log) and is left with its slices: whole attention heads with their KV heads, and a part of each MLP's width.
+    Parameters keep their identity, so an optimizer built before stays valid as long as it has no state. Embeddings,
+    norms and the head are replicated.
+
+    codec, codec_backward: wire formats of activations and gradients (`hf_taco_scape.list_codecs()`).
+    plan: overrides the table of `config.model_type`. min_bytes: smaller messages travel uncompressed; "auto" measures.
+    A group of one (or None) returns the model unchanged.
+
+    Raises ValueError, before anything is changed, for unknown model types and codecs, layers that no rule names, rules
+    that name nothing, layers that are not plain linear ones (quantised, adapted) and heads that cannot be dealt out.
+    """
+    if split_state(model) is not None:
+        raise ValueError("this model is split already; parallelize a freshly loaded one")
+    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
+        raise ValueError("adapters on split layers are not supported yet: merge_and_unload() the adapter first")
+    if tp_group is None or dist.get_world_size(tp_group) == 1:
+        return model
+    comm = Communicator(tp_group, codec, codec_backward, min_bytes=0 if min_bytes == "auto" else min_bytes)
+    surgery = plan_surgery(model, plan or get_plan(model.config.model_type), comm.size)
+    device = group_device(tp_group)
+    _equalize(model, tp_group, device)
+    if min_bytes == "auto":
+        comm.min_bytes = measure_min_bytes(comm, device)
+    surgery.apply(comm)
+    as_split_model(model, comm, device)
+    logger.info(surgery.summary(comm))
+    return model
+
+
+@dataclass
+class _LayerSplit:
+    block: nn.Module
+    child: str
+    layer: nn.Module
+    style: str
+    shards: dict[str, Shard]
+    rng_key: str | None = None
+
+
+@dataclass
+class Surgery:
+    """What will be done to a model, all checked: nothing here can fail once `apply` begins."""
+
+    layers: list[_LayerSplit] = field(default_factory=list)
+    blocks: list[tuple[nn.Module, Block]] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
+    heads: HeadLayout | None = None
+
+    def apply(self, comm: Communicator) -> None:
+        rngs = {}
+        for block, rules in self.blocks:
+            rng = SplitRng(comm.rank, rules.dropout) if rules.dropout else None
+            rngs[id(block)] = rng
+            for attribute, expression in rules.counts.items():
+                setattr(block, attribute, COUNTS[expression](**self.heads.local(comm.rank)))
+            for child in rules.partial:
+                getattr(block, child).tp_partial = True
+            block.register_forward_pre_hook(BlockEntry(comm, rng), with_kwargs=True)
+        for split in self.layers:
+            kind = type(split.layer)
+            if split.style == "colwise":
+                new = COLWISE_LAYERS[kind](split.layer, split.shards, comm.rank)
+            else:
+                new = ROWWISE_LAYERS[kind](split.layer, split.shards, comm.rank, comm, rngs[id(split.block)])
+            setattr(split.block, split.child, new)
+
+    def summary(self, comm: Communicator) -> str:
+        local = self.heads.local(comm.rank)
+        return (
+            f"tensor parallel over {comm.size} ranks: {len(self.layers)} layers split in {len(self.blocks)} blocks "
+            f"(this rank: {local['heads']} of {self.heads.total_heads} heads, {local['kv_heads']} of "
+            f"{self.heads.total_kv_heads} KV heads), {len(self.replicated)} modules replicated; "
+            f"codec {comm.codec.name} forward, {comm.codec_backward.name} backward, from {comm.min_bytes} bytes"
+        )
+
+
+class BlockEntry:
+    """Forward pre-hook of a block: its input enters the split part, and so do the random numbers."""
+
+    def __init__(self, comm: Communicator, rng: SplitRng | None) -> None:
+        self.comm, self.rng = comm, rng
+
+    def __call__(self, block, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.rng is not None:
+            self.rng.enter(block, hidden.device)
+        hidden = copy_to_split(hidden, self.comm)
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def plan_surgery(model: nn.Module, plan: Plan, tp_size: int) -> Surgery:
+    """Match every module that owns parameters against `plan`; ValueError names what does not fit. Changes nothing."""
+    surgery = Surgery(heads=_deal_heads(model.config, tp_size))
+    base = model.base_model_prefix + "." if getattr(model, "base_model_prefix", "") else ""
+    unused = {*plan.blocks, *plan.replicated} - set(plan.optional)
+    unknown, owned = [], {}
+    for name, module in model.named_modules():
+        short = name.removeprefix(base)
+        pattern = next((p for p in plan.blocks if matches(p, short)), None)
+        if pattern is not None:
+            unused.discard(pattern)
+            owned |= _plan_block(surgery, name, module, plan.blocks[pattern], tp_size)
+    for name, module in model.named_modules():
+        if name in owned or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        pattern = next((p for p in plan.replicated if matches(p, name.removeprefix(base))), None)
+        if pattern is None:
+            unknown.append(f"{name} ({type(module).__name__})")
+        else:
+            unused.discard(pattern)
+            surgery.replicated.append(name)
+    if unknown:
+        raise ValueError(
+            f"no rule of the plan for {'/'.join(plan.model_types)} names: {', '.join(unknown[:8])}"
+            f"{' ...' if len(unknown) > 8 else ''}. Name them in a Plan (a block's rules, or `replicated`) and "
+            "pass it as parallelize(..., plan=...)"
+        )
+    if unused:
+        raise ValueError(
+            f"rules of the plan that fit no module of {type(model).__name__}: {', '.join(sorted(unused))}"
+        )
+    return surgery
+
+
+def _plan_block(surgery: Surgery, name: str, block: nn.Module, rules: Block, tp_size: int) -> dict[str, None]:
+    children = dict(block.named_children())
+    missing = [child for child in (*rules.rules, *rules.partial) if child not in children]
+    if missing:
+        raise ValueError(f"the plan splits {name}.{missing[0]}, which {type(block).__name__} does not have")
+    for child, rule in rules.rules.items():
+        layer = children[child]
+        kind = linear_kind(layer)
+        if kind is None:
+            raise ValueError(
+                f"{name}.{child} is a {type(layer).__name__}; only plain nn.Linear and Conv1D layers can be split "
+                "(load the model without quantisation, merge adapters first)"
+            )
+        dim = OUT_DIM[kind] if rule.style == "colwise" else 1 - OUT_DIM[kind]
+        size = layer.weight.shape[dim]
+
+        def shard(dim, rule=rule, size=size):
+            if rule.unit == "width":
+                return shard_width(dim, size, tp_size)
+            heads = surgery.heads
+            units, total = (
+                (heads.heads, heads.total_heads) if rule.unit == "heads" else (heads.kv_heads, heads.total_kv_heads)
+            )
+            return shard_units(dim, size, units, total, rule.packed)
+
+        shards = {"weight": shard(dim)}
+        if layer.bias is not None and rule.style == "colwise":
+            shards["bias"] = shard(0)
+        surgery.layers.append(_LayerSplit(block, child, layer, rule.style, shards))
+    surgery.blocks.append((block, rules))
+    return dict.fromkeys(f"{name}.{child}" for child in rules.rules) | dict.fromkeys(
+        f"{name}.{child}" for child in rules.partial
+    )
+
+
+def _deal_heads(config, tp_size: int) -> HeadLayout:
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return deal_heads(heads, kv_heads, head_dim, tp_size)
+
+
+@torch.no_grad()
+def _equalize(model: nn.Module, group, device: torch.device) -> None:
+    """Ranks may have drawn their weights from different seeds: take the first rank's where bits differ."""
+    named = [(n, t) for n, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
+    wrong = differing_tensors(named, group, device)
+    tensors = dict(named)
+    for name in wrong:
+        message = tensors[name].to(device)
+        dist.broadcast(message, group=group, group_src=0)
+        tensors[name].copy_(message)
+    if wrong:
+        logger.warning(
+            "%d tensors (%s, ...) differed between tensor-parallel ranks; all took the first rank's",
+            len(wrong),
+            wrong[0],
+        )

@@ -1,0 +1,193 @@
+"""Saving and resuming: plain checkpoints, unbroken curves, refusals that name what was saved."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+import training
+import transformers as tf
+
+from hf_taco_scape.parallel.model import split_state
+
+DROPOUT = dict(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
+
+
+def _train(folder, family="gpt2", tp_size=2, resume=None, model_changes=None, stop_after=None, **changes):
+    settings = dict(max_steps=6, save_strategy="steps", save_steps=3, gradient_accumulation_steps=2, **changes)
+    args = training.arguments(tp_size, folder, **settings)
+    built, recorder = training.trainer(family, args, model_changes)
+    if stop_after:
+        built.add_callback(_StopAt(stop_after))
+    built.train(resume_from_checkpoint=resume)
+    bits = {name: p.detach().clone() for name, p in built.model.named_parameters()}
+    return recorder.column("loss"), bits, split_state(built.model).comm.min_bytes if tp_size > 1 else None
+
+
+class _StopAt(tf.TrainerCallback):
+    """Stands for a kill: training ends after this step, and nothing else is written."""
+
+    def __init__(self, step) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+        return control
+
+
+@pytest.mark.parametrize("tp,world", [(2, 2), (2, 4), (1, 2)], ids=["tp2", "tp2xdp2", "dp2"])
+def test_resume_equals_the_unbroken_run_bit_for_bit(pool, tmp_path, tp, world):
+    """Report 11, with dropout and codec `taco`: 6 steps against 3, a new process group and model, and 3 more."""
+    options = dict(tp_size=tp, model_changes=DROPOUT, tp_codec="taco", save_total_limit=2)
+    unbroken = pool.run(world, _train, str(tmp_path / "a"), **options)
+    pool.run(world, _train, str(tmp_path / "b"), stop_after=4, **options)
+    checkpoint = str(tmp_path / "b/checkpoint-3")
+    resumed = pool.run(world, _train, str(tmp_path / "b"), resume=checkpoint, **options)
+    for (losses, bits, _), (more, others, _) in zip(unbroken, resumed, strict=True):
+        assert losses[3:] == more
+        assert all(torch.equal(bits[name], others[name]) for name in bits)
+
+
+def _best(folder, evaluations):
+    args = training.arguments(
+        2, folder, max_steps=6, learning_rate=0.05, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+        save_steps=2, save_total_limit=1, load_best_model_at_end=True, tp_codec="fp8",
+    )  # fmt: skip
+    built, recorder = training.trainer("qwen3", args)
+    built.train()
+    best = min(entry["eval_loss"] for entry in built.state.log_history if "eval_loss" in entry)
+    assert abs(built.evaluate()["eval_loss"] - best) < 1e-6, "the best model was not loaded back"
+    built.save_model(folder + "/final")
+    with torch.no_grad():
+        built.model.eval()
+        batch = tiny.batch(4, 3)
+        return built.model(**batch).logits, built.state.best_model_checkpoint
+
+
+def test_best_model_is_loaded_and_the_checkpoint_is_plain(pool, tmp_path):
+    """Report 11: save_total_limit=1, load_best_model_at_end, then plain from_pretrained gives the trained logits."""
+    folder = str(tmp_path / "run")
+    (logits, best), _ = pool.run(2, _best, folder, 3)
+    (plain,) = pool.run(1, _plain_logits, folder + "/final")
+    # the trained model sums ranks' parts through fp8 in evaluation too; without a codec the logits are the same
+    (uncompressed, _) = pool.run(2, _split_logits, folder + "/final")
+    torch.testing.assert_close(plain, uncompressed, atol=1e-5, rtol=1e-5)
+    assert (plain - logits).abs().max() < 0.1
+    assert best.endswith(tuple(f"checkpoint-{n}" for n in (2, 4, 6)))
+
+
+def _plain_logits(folder):
+    model = tf.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model(**tiny.batch(4, 3)).logits
+
+
+def _split_logits(folder):
+    from hf_taco_scape import parallelize
+
+    model = parallelize(tf.AutoModelForCausalLM.from_pretrained(folder), dist.group.WORLD, "none").eval()
+    with torch.no_grad():
+        return model(**tiny.batch(4, 3)).logits
+
+
+def _trained_logits(folder):
+    args = training.arguments(2, folder, max_steps=4)
+    built, _ = training.trainer("gpt2", args)
+    built.train()
+    built.save_model(folder)
+    built.model.eval()
+    with torch.no_grad():
+        return built.model(**tiny.batch(4, 3)).logits
+
+
+def test_plain_transformers_gives_the_trained_models_logits(pool, tmp_path):
+    folder = str(tmp_path / "saved")
+    logits = pool.run(2, _trained_logits, folder)[0]
+    (plain,) = pool.run(1, _plain_logits, folder)
+    torch.testing.assert_close(plain, logits, atol=1e-5, rtol=1e-5)
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+
+
+def _resume_refused(folder, tp_size, pattern):
+    with pytest.raises(ValueError, match=pattern):
+        _train(folder + "-other", tp_size=tp_size, resume=folder + "/checkpoint-3")
+
+
+@pytest.mark.parametrize("tp,world,pattern", [(1, 1, "tp_size 1: it was saved with tp_size 2"), (4, 4, "tp_size 4: it was saved with tp_size 2")])
+def test_resume_at_another_tp_size_names_both(pool, tmp_path, tp, world, pattern):
+    """Report 12: weights would load, the optimizer's slices would not."""
+    folder = str(tmp_path / "a")
+    pool.run(2, _train, folder, stop_after=3)
+    pool.run(world, _resume_refused, folder, tp, pattern)
+
+
+def test_tp1_checkpoint_is_refused_at_tp2_and_the_other_way_needs_no_dp_size(pool, tmp_path):
+    pool.run(1, _train, str(tmp_path / "a"), tp_size=1, stop_after=3)
+    pool.run(2, _resume_refused, str(tmp_path / "a"), 2, "tp_size 2: it was saved with tp_size 1")
+    # dense optimizer state does not depend on the number of data-parallel copies
+    pool.run(4, _train, str(tmp_path / "b"), stop_after=3)
+    losses = pool.run(2, _train, str(tmp_path / "b"), resume=str(tmp_path / "b/checkpoint-3"))[0][0]
+    assert len(losses) == 3
+
+
+def test_measured_threshold_is_kept_by_a_resume(pool, tmp_path):
+    folder = str(tmp_path / "a")
+    measured = pool.run(2, _train, folder, stop_after=3, tp_codec="taco", tp_min_bytes="auto")
+    assert measured[0][2] == measured[1][2]
+    file = tmp_path / "a/checkpoint-3/hf_taco_scape.json"
+    saved = json.loads(file.read_text())
+    assert saved["tp_min_bytes"] == measured[0][2]
+    file.write_text(json.dumps({**saved, "tp_min_bytes": 12345}))
+    resumed = pool.run(2, _train, folder, resume=folder + "/checkpoint-3", tp_codec="taco", tp_min_bytes="auto")
+    assert [r[2] for r in resumed] == [12345, 12345]
+
+
+def test_resume_from_weights_only_starts_the_optimizer_anew(pool, tmp_path):
+    folder = str(tmp_path / "a")
+    pool.run(2, _train, folder, stop_after=3, save_only_model=True)
+    for file in (tmp_path / "a/checkpoint-3").glob("optimizer*"):
+        raise AssertionError(f"{file} was written with save_only_model")
+    losses = pool.run(2, _train, folder, resume=folder + "/checkpoint-3", save_only_model=True)[0][0]
+    assert len(losses) == 3
+    shutil.rmtree(folder)
+
+
+def _replicas(codec, steps):
+    args = training.arguments(
+        2, "out", max_steps=steps, tp_codec=codec, check_replicas=5, per_device_train_batch_size=2, max_grad_norm=1.0
+    )
+    built, recorder = training.trainer("qwen3", args)
+    built.train()
+    error = recorder.column("tp_codec_error_forward")
+    assert codec == "none" or error[-1] > 0, "the codec did not run"
+    split = {id(p) for p, s in built.accelerator._splits.items() if s.shard is not None}
+    return {n: p.detach().clone() for n, p in built.model.named_parameters() if id(p) not in split}
+
+
+CODECS = ["taco", "fp8", "int8", "hadamard-int8", "hadamard-int6", "hadamard-int4", "none"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_stay_bit_identical_over_fifty_steps(pool, codec):
+    """Report 6."""
+    first, second = pool.run(2, _replicas, codec, 50)
+    assert first.keys() == second.keys() and len(first) > 5
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def _drift():
+    args = training.arguments(2, "out", max_steps=4, check_replicas=2)
+    built, _ = training.trainer("qwen3", args)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            built.model.model.norm.weight[3] += 1e-6
+    with pytest.raises(RuntimeError, match="drifted apart after 2 steps: model.norm.weight .* all tp ranks"):
+        built.train()
+
+
+def test_check_replicas_names_the_parameter_that_drifted(pool):
+    pool.run(2, _drift)

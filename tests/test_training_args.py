@@ -1,0 +1,161 @@
+"""Every toggle from the command line, JSON and Python, and each wrong value by its message."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+import training
+import transformers as tf
+
+from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
+from hf_taco_scape.training_args import TacoScapeOptions, check_launch
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        ({"tp_codec": "morse"}, "tp_codec 'morse' is not known; choose one of: .*hadamard-int6.*taco"),
+        ({"tp_codec_backward": "x"}, "tp_codec_backward 'x' is not known; choose one of"),
+        ({"tp_backend": "symm_mem"}, "tp_backend 'symm_mem' is not built yet; choose one of: auto, c10d"),
+        ({"tp_backend": "mpi"}, "tp_backend 'mpi' is not known; choose one of: auto, c10d"),
+        ({"sequence_parallel": True}, "sequence_parallel is not built yet"),
+        ({"dp_sync": "lazy"}, "dp_sync 'lazy' is not known; choose one of: dense"),
+        ({"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        ({"tp_min_bytes": "many"}, "tp_min_bytes must be auto or a number of bytes, got 'many'"),
+        ({"tp_min_bytes": -1}, "must not be negative"),
+        ({"check_replicas": -2}, "check_replicas must be 0"),
+        ({"heartbeat_timeout": -1.0}, "heartbeat_timeout must be 0"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+)
+def test_wrong_toggles_are_refused_with_the_valid_choices(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        TacoScapeOptions(**wrong).validate()
+
+
+TENSOR_PARALLEL_REFUSALS = [
+    (dict(train_sampling_strategy="batch_rebalance"), "batch_rebalance"),
+    (dict(auto_find_batch_size=True), "auto_find_batch_size"),
+    (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches"),
+    (dict(accelerator_config={"use_seedable_sampler": False}), "use_seedable_sampler"),
+    (dict(accelerator_config={"split_batches": True}), "split_batches"),
+    (dict(optim="adafactor"), "adafactor.*elementwise"),
+]
+
+
+def _refusals():
+    for wrong, message in TENSOR_PARALLEL_REFUSALS:
+        with pytest.raises(ValueError, match=f"tp_size 2 does not work with .*{message}"):
+            training.arguments(2, "out", **wrong)
+        TacoScapeArguments("out", tp_size=1, **wrong)  # fine without tensor parallelism
+
+
+def test_what_does_not_work_with_tensor_parallelism_is_refused(pool):
+    pool.run(2, _refusals)
+
+
+def _parse(argv):
+    (args,) = tf.HfArgumentParser(TacoScapeArguments).parse_args_into_dataclasses(argv)
+    return args
+
+
+def test_command_line_and_json_set_the_same_toggles(tmp_path):
+    toggles = dict(
+        tp_size=1, tp_codec="hadamard-int6", tp_codec_backward="hadamard-int4", tp_backend="c10d", tp_min_bytes="4096",
+        check_replicas=7,
+    )  # fmt: skip
+    flags = [part for name, value in toggles.items() for part in (f"--{name}", str(value))]
+    from_flags = _parse(["--output_dir", str(tmp_path), *flags])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"output_dir": str(tmp_path), **toggles, "tp_min_bytes": 4096}))
+    (from_json,) = tf.HfArgumentParser(TacoScapeArguments).parse_json_file(str(file))
+    for args in (from_flags, from_json):
+        assert {n: getattr(args, n) for n in toggles} == {**toggles, "tp_min_bytes": 4096}
+    assert set(toggles) <= set(from_flags.to_dict())
+
+
+def _split_by(how, tmp):
+    """Report 4: a tp_size that was asked for is applied, however it was given."""
+    flags = ["--output_dir", tmp, "--tp_size", "2", "--tp_codec", "fp8", "--report_to", "none"]
+    if how == "json":
+        (args,) = tf.HfArgumentParser(TacoScapeArguments).parse_dict(
+            {"output_dir": tmp, "tp_size": 2, "tp_codec": "fp8", "report_to": "none"}
+        )
+    else:
+        args = _parse(flags)
+    built = TacoScapeTrainer(model=tiny.build("llama"), args=args)
+    return sum(p.numel() for p in built.model.parameters())
+
+
+@pytest.mark.parametrize("how", ["flags", "json"])
+def test_parameters_per_rank_fall(pool, tmp_path, how):
+    whole = sum(p.numel() for p in tiny.build("llama").parameters())
+    assert all(n < 0.75 * whole for n in pool.run(2, _split_by, how, str(tmp_path)))
+
+
+def _unsplittable():
+    class Custom(tf.PreTrainedModel):
+        config_class = tf.PreTrainedConfig
+
+        def __init__(self):
+            super().__init__(tf.PreTrainedConfig(num_attention_heads=2, hidden_size=8))
+            self.layer = torch.nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match="no tensor-parallel plan for model type"):
+        TacoScapeTrainer(model=Custom(), args=training.arguments(2, "out"))
+
+
+def test_a_model_without_a_plan_fails_loudly(pool):
+    pool.run(2, _unsplittable)
+
+
+def test_plain_training_arguments_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="must be TacoScapeArguments.*got TrainingArguments"):
+        TacoScapeTrainer(model=tiny.build("gpt2"), args=tf.TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def _wrong_world(tp_size):
+    with pytest.raises(ValueError, match=f"tp_size {tp_size} does not divide the {dist.get_world_size()} process"):
+        training.trainer("gpt2", training.arguments(tp_size, "out", per_device_train_batch_size=2))
+
+
+def test_tp_size_that_does_not_divide_the_world(pool):
+    pool.run(3, _wrong_world, 2)
+    with pytest.raises(ValueError, match="accelerate launch --multi_gpu --num_processes 2"):
+        training.trainer("gpt2", TacoScapeArguments("out", tp_size=2, report_to=[]))
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match="started 4 processes, but this one sees 1: each would train alone"):
+        check_launch(1)
+
+
+LONE = """
+import os
+os.environ.pop("ACCELERATE_USE_CPU", None)
+from hf_taco_scape import TacoScapeArguments
+TacoScapeArguments("out", use_cpu=False, report_to=[])
+print("WORLD", TacoScapeArguments("out", report_to=[]).world_size)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the trap is for machines without a GPU")
+def test_launch_without_a_device_flag_starts_one_world(tmp_path):
+    """The documented launch, really made: the plain line must give one world of two on a machine without a GPU."""
+    script = tmp_path / "lone.py"
+    script.write_text(LONE)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", str(script)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "WORLD", "RANK", "LOCAL"))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.stdout.count("WORLD 2") == 2, done.stdout + done.stderr

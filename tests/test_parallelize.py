@@ -166,7 +166,9 @@ def _load_slices(folder, family, changes):
     again = parallelize(tiny.build(family, seed=1, **changes), group, "none")
     again.load_state_dict(gather_state_dict(whole))
     again.load_state_dict(whole.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values(), strict=True)
+    )
     return [n for n, _ in sliced.named_parameters()]
 
 
@@ -323,7 +325,7 @@ def _refuse_adapters_and_codecs():
     adapted = get_peft_model(tiny.build("qwen2"), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="merge_and_unload"):
         parallelize(adapted, dist.group.WORLD)
-    with pytest.raises(ValueError, match="morse.*taco"):
+    with pytest.raises(ValueError, match="morse"):
         parallelize(tiny.build("qwen2"), dist.group.WORLD, "morse")
     with pytest.raises(ValueError, match="opt"):
         parallelize(tf.OPTForCausalLM(tf.OPTConfig(hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2, vocab_size=20, word_embed_proj_dim=16)), dist.group.WORLD)  # fmt: skip

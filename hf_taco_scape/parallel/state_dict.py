@@ -1,5 +1,7 @@
 """Whole tensors out of slices: a split model is saved as a plain Hugging Face checkpoint."""
 
+from collections import OrderedDict
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +25,7 @@ def gather_state_dict(
         return own if keep else {}
     shards = _shards_by_name(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    whole: dict[str, torch.Tensor] = {}
+    whole: OrderedDict[str, torch.Tensor] = OrderedDict()  # the type by which accelerate knows a state dict
     by_parameter: dict[int, torch.Tensor] = {}
     for name, tensor in own.items():
         key = id(parameters.get(name, name))

@@ -153,7 +153,7 @@ def smollm2(data_dir: Path, out: Path) -> None:
         raise RuntimeError(f"the Qwen2 form differs from the original by {(expected - got).abs().max().item()}")
     logger.info("continuation of 'The capital of France is': %r", tokenizer.decode(got[0, -1].argmax()))
     model.save_pretrained(out)
-    # AutoTokenizer reads a folder of model type qwen2 with Qwen2's splitting rules, whatever class the file names: 1 in
+    # AutoTokenizer reads a folder of model type qwen2 by Qwen2's splitting rules, whatever class the file names: 1 in
     # 1000 film reviews gets other (valid) tokens than from the gguf; training, evaluation and reload all see the same
     tokenizer.save_pretrained(out)
 

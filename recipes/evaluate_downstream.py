@@ -50,10 +50,13 @@ class DownstreamArguments:
 
 @dataclass
 class ScriptArguments:
-    run_name: str = field(default="plain checkpoint, 1 process", metadata={"help": "Name in the table."})
+    run_name: str = field(default="1 process, plain from_pretrained", metadata={"help": "Name in the table."})
     output_file: str | None = field(default=None, metadata={"help": "Write scores and answers here, as JSON."})
     compare_to: list[str] | None = field(
         default=None, metadata={"help": "Earlier output files over the same questions, oldest first."}
+    )
+    max_changed: int | None = field(
+        default=None, metadata={"help": "Fail if more answers than this differ from the last file of compare_to."}
     )
     device: str | None = field(default=None, metadata={"help": "Default: the accelerator if there is one, or cpu."})
     lm_eval_tasks: list[str] | None = field(
@@ -166,6 +169,14 @@ def run_lm_eval(model, tokenizer, tasks: list[str], include_path: str | None, ba
     print(make_table(lm_eval.simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager)))
 
 
+def check_changed(runs: list[dict], most: int) -> None:
+    """SystemExit if the last two runs answer more than `most` questions of a task differently."""
+    for task, scores in runs[-1]["tasks"].items():
+        changed = report.compare_tasks(scores, runs[-2]["tasks"][task])["changed"]
+        if changed > most:
+            raise SystemExit(f"{task}: {changed} answers differ from {runs[-2]['name']!r}, more than {most}")
+
+
 def main(argv: list[str] | None = None) -> list[dict]:
     model_args, data_args, downstream_args, args = parse_arguments(
         ModelArguments, DataArguments, DownstreamArguments, ScriptArguments, argv=argv
@@ -177,6 +188,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "nothing to ask: give label_words or choices_column with prompt_template and a dataset, downstream_tasks, "
             "or lm_eval_tasks"
         )
+    if args.max_changed is not None and not args.compare_to:
+        raise ValueError("max_changed needs compare_to: the output file to hold the answers against")
     if missing := [path for path in args.compare_to or [] if not Path(path).is_file()]:
         raise ValueError(f"compare_to: no such file: {', '.join(missing)}")
     runs = [json.loads(Path(path).read_text(encoding="utf-8")) for path in args.compare_to or []]
@@ -189,6 +202,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if args.output_file:
             report.write_json(args.output_file, runs[-1])
         report.print_scores(runs)
+        if args.max_changed is not None:
+            check_changed(runs, args.max_changed)
     if args.lm_eval_tasks:
         include, batch_size = args.lm_eval_include_path, downstream_args.downstream_batch_size
         run_lm_eval(model, tokenizer, args.lm_eval_tasks, include, batch_size)

@@ -12,6 +12,7 @@ TacoScapeArguments, which are transformers' TrainingArguments and more; a YAML o
 
 import logging
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from transformers import set_seed
@@ -20,6 +21,7 @@ import report
 from common import ModelArguments, accepts, load_model_and_tokenizer, parse_arguments, setup_logging
 from evaluate_downstream import DownstreamArguments, collect_questions, evaluate_questions
 from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
+from hf_taco_scape.collectives.dispatch import NEVER
 from hf_taco_scape.parallel import split_state
 from task_data import CompletionCollator, DataArguments, load_split, training_rows
 
@@ -33,6 +35,17 @@ def bytes_so_far(trainer) -> Counter:
         if meter:
             sent |= Counter({f"{axis}_dense": meter.dense_bytes, f"{axis}_sent": meter.sent_bytes})
     return sent
+
+
+@contextmanager
+def uncompressed(model):
+    """Inside, a split model's messages travel as they are; all ranks enter it together."""
+    comm = split_state(model).comm
+    threshold, comm.min_bytes = comm.min_bytes, NEVER
+    try:
+        yield
+    finally:
+        comm.min_bytes = threshold
 
 
 def closing_facts(trainer, metrics: dict, sent: Counter) -> dict[str, str]:
@@ -84,26 +97,29 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=CompletionCollator(tokenizer.pad_token_id, accepts(model.forward, "logits_to_keep")),
     )
 
-    def ask(name: str) -> dict:
-        logger.info("asking %d questions %s training", sum(map(len, tasks.values())), name)
-        with trainer.accelerator.autocast():
+    codec = args.tp_codec if args.tp_size > 1 else "none"
+
+    def ask(name: str, codec: str) -> dict:
+        logger.info("asking %d questions: %s, codec %s", sum(map(len, tasks.values())), name, codec)
+        plain = uncompressed(trainer.model) if args.tp_size > 1 and codec == "none" else nullcontext()
+        with trainer.accelerator.autocast(), plain:
             scores = evaluate_questions(
                 trainer.model, tokenizer, tasks, downstream_args, data_args.max_length, trainer.accelerator
             )
-        split = f"tp {args.tp_size}, codec {args.tp_codec}" if args.tp_size > 1 else "whole model"
-        run = {"name": f"{name} ({args.world_size} processes, {split})", "tasks": scores}
+        run = {"name": f"{name}: tp {args.tp_size}, codec {codec}", "tasks": scores}
         if is_main:
-            report.write_json(Path(args.output_dir) / f"downstream_{name}.json", run)
+            report.write_json(Path(args.output_dir) / f"downstream_{name}_{codec}.json", run)
         return run
 
-    runs = [ask("before")] if tasks else []
+    runs = [ask("before", codec)] if tasks else []
     sent_before = bytes_so_far(trainer)
     metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
     sent = bytes_so_far(trainer) - sent_before
     if eval_rows is not None:
         metrics |= trainer.evaluate()
     if tasks:
-        runs.append(ask("after"))
+        # once as trained and, so that a reload in one process can be held against it, without the codec's noise
+        runs += [ask("after", used) for used in dict.fromkeys([codec, "none"])]
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("all", metrics)

@@ -35,7 +35,10 @@ def print_scores(runs: list[dict]) -> None:
     for task in runs[-1]["tasks"]:
         rows = [run for run in runs if task in run["tasks"]]
         n = rows[-1]["tasks"][task]["n"]
-        table = Table(title=f"{task}: {n} questions with right answers")
+        table = Table(
+            title=f"{task}: {n} questions with right answers",
+            caption="paired difference, p (exact McNemar) and changed answers: against the row above",
+        )
         for heading in (
             "run",
             "loss",

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 GOOD = ["great", "lovely", "superb"]
 BAD = ["awful", "dull", "boring"]
-TEMPLATE = "Review: {text}\nSentiment:"
+TEMPLATE = "{text} means"
 WORDS = [" negative", " positive"]
 
 

@@ -129,7 +129,8 @@ def all_gather(
         )
     width = math.prod(x.shape[1:])
     if ranks == 1 or sum(sizes) * width == 0:
-        return _nothing_sent(x.new_empty(sum(sizes), *x.shape[1:]).copy_(x), meter)
+        empty = x.new_empty(sum(sizes), *x.shape[1:])
+        return _nothing_sent(x.clone(memory_format=torch.contiguous_format) if ranks == 1 else empty, meter)
     if isinstance(codec, IdentityCodec):
         return dense.all_gather(x, sizes, group, meter)
     receive = [codec.wire_bytes(size * width, x.dtype) for size in sizes]

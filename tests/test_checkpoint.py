@@ -116,7 +116,10 @@ def _resume_refused(folder, tp_size, pattern):
         _train(folder + "-other", tp_size=tp_size, resume=folder + "/checkpoint-3")
 
 
-@pytest.mark.parametrize("tp,world,pattern", [(1, 1, "tp_size 1: it was saved with tp_size 2"), (4, 4, "tp_size 4: it was saved with tp_size 2")])
+@pytest.mark.parametrize(
+    "tp,world,pattern",
+    [(1, 1, "tp_size 1: it was saved with tp_size 2"), (4, 4, "tp_size 4: it was saved with tp_size 2")],
+)
 def test_resume_at_another_tp_size_names_both(pool, tmp_path, tp, world, pattern):
     """Report 12: weights would load, the optimizer's slices would not."""
     folder = str(tmp_path / "a")
@@ -180,12 +183,14 @@ def test_replicas_stay_bit_identical_over_fifty_steps(pool, codec):
 
 
 def _drift():
-    args = training.arguments(2, "out", max_steps=4, check_replicas=2)
+    args = training.arguments(2, "out", max_steps=2, check_replicas=1, learning_rate=0.0)
     built, _ = training.trainer("qwen3", args)
     if dist.get_rank() == 1:
         with torch.no_grad():
             built.model.model.norm.weight[3] += 1e-6
-    with pytest.raises(RuntimeError, match="drifted apart after 2 steps: model.norm.weight .* all tp ranks"):
+    with pytest.raises(
+        RuntimeError, match="drifted apart after 1 steps: model.norm.weight .1 tensors. .* all tp ranks"
+    ):
         built.train()
 
 

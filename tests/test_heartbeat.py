@@ -38,7 +38,10 @@ def test_the_others_end_and_name_the_rank(tmp_path, how):
     start = time.monotonic()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), how], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            [sys.executable, str(script), how],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(3)
     ]
@@ -46,7 +49,9 @@ def test_the_others_end_and_name_the_rank(tmp_path, how):
         for rank in (0, 2):
             _, errors = ranks[rank].communicate(timeout=90)
             assert ranks[rank].returncode != 0
-            assert "rank 1 (" in errors and f"process {ranks[1].pid})" in errors and "no sign of life" in errors, errors
+            assert "rank 1 (" in errors and f"process {ranks[1].pid})" in errors and "no sign of life" in errors, (
+                errors
+            )
     finally:
         for process in ranks:
             process.send_signal(signal.SIGKILL)

@@ -67,7 +67,9 @@ def test_copies_counts_ranks_that_share_a_kv_head():
     assert [shard.copies(rank) for rank in range(4)] == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("size,ranks,sizes", [(100, 2, [50, 50]), (100, 3, [36, 32, 32]), (1536, 4, [384] * 4), (5, 4, [2, 1, 1, 1])])
+@pytest.mark.parametrize(
+    "size,ranks,sizes", [(100, 2, [50, 50]), (100, 3, [36, 32, 32]), (1536, 4, [384] * 4), (5, 4, [2, 1, 1, 1])]
+)
 def test_width_prefers_multiples_of_eight(size, ranks, sizes):
     shard = shard_width(0, size, ranks)
     assert [shard.size(rank) for rank in range(ranks)] == sizes

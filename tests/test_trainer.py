@@ -28,7 +28,9 @@ def reference(pool):
     return run
 
 
-@pytest.mark.parametrize("case,world", FULL_MATRIX + MORE, ids=lambda v: v if isinstance(v, str) else f"tp{v[0]}xdp{v[1]}")
+@pytest.mark.parametrize(
+    "case,world", FULL_MATRIX + MORE, ids=lambda v: v if isinstance(v, str) else f"tp{v[0]}xdp{v[1]}"
+)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_equals_one_process(pool, reference, family, case, world):
     """Reports 5, 7, 8, 9: loss, gradient norm, clipped update, token counts, evaluation."""
@@ -59,7 +61,10 @@ def _without_partial_sum():
 
 def _with_doubled_partial_sum():
     original = accelerator_module.sum_partial_gradients
-    accelerator_module.sum_partial_gradients = lambda entries, group: (original(entries, group), original(entries, group))
+    accelerator_module.sum_partial_gradients = lambda entries, group: (
+        original(entries, group),
+        original(entries, group),
+    )
 
 
 def _with_a_norm_per_rank():

@@ -185,6 +185,7 @@ def to_rows(bench: Bench, found: list[dict]) -> list[dict]:
             "backend": bench.backend,
             "threads": torch.get_num_threads(),
             "repeats": args.repeats,
+            "load": round(os.getloadavg()[0], 1),  # of the machine: a busy one times its neighbours too
             "error_percent": round(call["error"], 3),
         }
         metrics = {"time": ("us", times), "rate": ("GB/s of message", _inverse(times, call["x"] / 1e3))}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from .codec import CANONICAL_NAN, GROUP, Codec, WireLayout, may_have
 
 SMALLEST_AMAX = 2.0**-118  # groups below are sent as zeros: their scales would be subnormal
-BLOCK_GROUPS = 4096
+BLOCK_GROUPS = 2048
 _MATMUL = 16  # part of the integer transform that is done by matmul
 
 

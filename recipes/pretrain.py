@@ -21,7 +21,7 @@ import report
 from common import load_tokenizer, parse_arguments, setup_logging
 from finetune import bytes_so_far, closing_facts
 from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
-from task_data import DataArguments, load_split
+from task_data import IGNORED, DataArguments, load_split
 
 logger = logging.getLogger("recipes.pretrain")
 
@@ -61,7 +61,8 @@ def blocks(rows: Dataset, column: str, tokenizer, block_size: int, workers: int 
         stream = list(chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in documents))
         whole = len(stream) // block_size * block_size
         ids = [stream[i : i + block_size] for i in range(0, whole, block_size)]
-        return {"input_ids": ids, "labels": ids}
+        # a block's first token is never predicted; left in, it would count in the Trainer's mean loss
+        return {"input_ids": ids, "labels": [[IGNORED, *block[1:]] for block in ids]}
 
     return rows.map(cut, batched=True, remove_columns=rows.column_names, num_proc=workers, desc="cutting blocks")
 

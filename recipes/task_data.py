@@ -177,7 +177,8 @@ def training_rows(args: DataArguments, rows: Dataset, tokenizer) -> Dataset:
     def encode(row: dict) -> dict:
         if args.text_column:
             ids = tokenizer(row[args.text_column], truncation=True, max_length=args.max_length).input_ids
-            return {"input_ids": ids, "labels": ids}
+            # the first token is never predicted; left in, it would count in the Trainer's mean loss
+            return {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
         if args.completion_template:
             completion = _fill(args.completion_template, row, columns) + (tokenizer.eos_token or "")
         else:

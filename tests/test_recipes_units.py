@@ -189,7 +189,7 @@ def test_big_bench_task_json(tmp_path):
         (DATA, " positive"),
         (dict(prompt_template="Q: {text}", choices_column="answers"), " right"),
         (dict(prompt_template="Q: {text}", completion_template=" {note}!"), " fine!<|endoftext|>"),
-        (dict(text_column="text"), "the film is great"),
+        (dict(text_column="text"), " film is great"),
     ],
 )
 def test_loss_is_on_the_completion_only(fields, completion):

@@ -83,8 +83,9 @@ class Codec(ABC):
     def decode(
         self, wire: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return dtype[numel] from the message `wire`; a group that held NaN or inf is all NaN, the rest is finite.
+        """Return dtype[numel] from the message `wire`.
 
+        A group of a lossy codec that held NaN or inf is all NaN, every other is finite.
         Raises ValueError if `wire` is not uint8[wire_bytes(numel, dtype)] or `out` has another size, dtype or device.
         """
         if dtype not in MESSAGE_DTYPES:

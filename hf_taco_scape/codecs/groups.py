@@ -5,6 +5,7 @@ butterfly and every reduction over a group runs along contiguous memory (twice a
 """
 
 import functools
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -114,17 +115,17 @@ class ScaledGroupCodec(Codec):
     bits: int
     hadamard: bool
 
+    @abstractmethod
     def quantise(self, scaled: torch.Tensor) -> torch.Tensor:
         """Return the 8-bit codes of fp32[groups, 128] within +-qmax, in place or not."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pack(self, codes: torch.Tensor, payload: torch.Tensor) -> None:
         """Write uint8[rows, groups, 128] codes into uint8[rows, groups, bytes a group]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the values fp32[rows * groups, 128], contiguous, of uint8[rows, groups, bytes a group]."""
-        raise NotImplementedError
 
     @property
     def bits_per_element(self) -> float:

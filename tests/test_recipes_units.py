@@ -97,7 +97,7 @@ def test_contradicting_data_arguments_are_refused(fields, message):
         (["--train_file", "nowhere.jsonl"], "does not exist"),
         (["--do_eval_downstream", "true"], "do_eval_downstream needs"),
         (["--tp_codec", "tacos"], "tp_codec 'tacos' is not known"),
-        (["--dp_sync", "scape"], "'scape' is not built yet"),
+        (["--tp_size", "0"], "tp_size must be at least 1"),
     ],
 )
 def test_finetune_refuses_before_training(model_folder, tmp_path, argv, message):

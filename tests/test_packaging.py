@@ -1,7 +1,9 @@
 """kernels/ is hf_taco_scape.kernels however the package is installed, and never shadows the hub's `kernels`."""
 
+import dataclasses
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -132,3 +134,32 @@ def test_a_package_list_without_kernels_is_caught(checkout, tmp_path):
     install(python, str(mutant))
     with pytest.raises(AssertionError, match="No module named 'hf_taco_scape.kernels'"):
         check_imports(python, tmp_path, hub_kernels=False)
+
+
+def test_readme_lists_every_toggle_and_nothing_else():
+    from transformers import TrainingArguments
+
+    from hf_taco_scape import TacoScapeArguments
+
+    own, theirs = ({f.name for f in dataclasses.fields(c)} for c in (TacoScapeArguments, TrainingArguments))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE))
+    refused = {"sequence_parallel"}
+    assert rows == own - theirs - refused
+    # what the README says is refused by name, is
+    for name in refused:
+        assert f"`{name} true`" in text
+        with pytest.raises(ValueError, match=f"{name} is not built yet"):
+            TacoScapeArguments(output_dir="unused", **{name: True})
+
+
+def test_readme_tree_is_there():
+    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What is where")[2].split("```")[1]
+    folder = ROOT
+    for line in block.strip().splitlines():
+        name = line.split()[0]
+        folder = ROOT / name if not line.startswith(" ") else folder
+        path = folder if not line.startswith(" ") else folder / name
+        assert path.is_dir(), f"README names {name}, which is not there"
+    listed = {line.split()[0].rstrip("/") for line in block.splitlines() if line.startswith("  ")}
+    assert listed == {p.parent.name for p in (ROOT / "hf_taco_scape").glob("*/__init__.py")}

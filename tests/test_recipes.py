@@ -152,6 +152,21 @@ def test_pretraining_over_two_processes_learns(task, tmp_path):
     assert results["eval_loss"] == pytest.approx(alone, rel=5e-3)
 
 
+def test_own_loop_over_two_processes_learns(task, tmp_path):
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(task | {"do_eval_downstream": True}))
+    printed = launch(
+        "accelerate_loop.py",
+        str(tmp_path / "settings.yaml"),
+        *("--output_dir", str(tmp_path / "out"), "--tp_size", "2", "--tp_min_bytes", "0", "--max_steps", "40"),
+        *("--learning_rate", "1e-2", "--gradient_accumulation_steps", "2"),
+    )
+    assert "60 questions" in printed and "40 in" in printed
+    arguments = {k: v for k, v in task.items() if k != "train_file"} | {"model_name_or_path": str(tmp_path / "out")}
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(arguments))
+    (run,) = evaluate_downstream.main([str(tmp_path / "eval.yaml"), "--device", "cpu"])
+    assert run["tasks"]["eval"]["accuracy"] > 0.9
+
+
 @pytest.mark.slow
 def test_four_processes_tp_and_dp(task, tmp_path):
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(task | {"do_eval_downstream": True}))

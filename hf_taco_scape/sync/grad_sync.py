@@ -132,15 +132,18 @@ class GradSync:
             ordered=self.ordered,
         )
 
+    def _is_offloaded(self, residual: torch.Tensor) -> bool:
+        return residual.device != self.device
+
     def _pack_sparse(self, slot: Slot, scale: torch.Tensor | None) -> None:
         """Form c and pack it; c becomes the residual now, or beside the message if this rank selects from it."""
         residual = slot.state["residual"]
-        c = residual.to(self.device, non_blocking=True).view(-1)
+        offloaded = self._is_offloaded(residual)
+        c = residual.to(self.device, non_blocking=True, copy=offloaded).view(-1)
         form_(c, slot.momentum, slot.grad, slot.group["betas"][0], scale)
         selection = self.masks.selection_of(slot)
         pack_(self._values(slot), c, selection)
         k = self._own_k.get(slot.index)
-        offloaded = residual.device != self.device
         if k is not None and not offloaded:
             self._jobs.append((slot, c, k, selection))
             return

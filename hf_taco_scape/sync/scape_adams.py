@@ -24,6 +24,7 @@ from hf_taco_scape.sync.amp import share_found_inf, unscale_and_share
 from hf_taco_scape.sync.density import DensitySchedule
 from hf_taco_scape.sync.grad_sync import GradSync
 from hf_taco_scape.sync.layout import LayoutOf, plain_layout
+from hf_taco_scape.sync.param_state import check_group, complete_state, is_sparse, place_residual
 from hf_taco_scape.sync.slot import Slot
 from hf_taco_scape.sync.step_ops import sparse_update_
 
@@ -33,6 +34,10 @@ CHOICES = {
     "mask": ("topk", "cyclic", "random"),
     "clip": ("ghat", "local"),
 }
+ONE_RANK_WARNING = (
+    "ScapeAdamS runs on one data-parallel rank: nothing is sent, yet the density thins every update; "
+    "use AdamS for dense training on one rank"
+)
 
 
 class ScapeAdamS(Optimizer):
@@ -102,55 +107,51 @@ class ScapeAdamS(Optimizer):
         self.process_group, self.tp_group = process_group, tp_group
         self.layout = layout or plain_layout
         self.world = group_size(process_group)
-        self.ordered = self.world > 2 and tp_group is not None if ordered is None else ordered
+        self._ordered = ordered
         self.seed = seed
         self.meter = ByteMeter() if meter is None else meter
         self.residual_device = None if residual_device is None else torch.device(residual_device)
         self.last_step_skipped = False
+        self.last_norm: torch.Tensor | None = None  # of the last sync(), None where it measured none
         self._engine: GradSync | None = None
         self._synced: tuple | None = None
         self._steps_clipped, self._steps_measured = 0.0, 0
         if self.world == 1:
-            warnings.warn(
-                "ScapeAdamS runs on one data-parallel rank: nothing is sent, yet the density thins every update; "
-                "use AdamS for dense training on one rank",
-                stacklevel=2,
-            )
+            warnings.warn(ONE_RANK_WARNING, stacklevel=2)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"sparse": None, "already_reduced": False, "step": 0})
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
+    def bind(
+        self,
+        process_group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None = None,
+        layout: LayoutOf | None = None,
+        meter: ByteMeter | None = None,
+    ) -> None:
+        """Set, between steps, what the constructor may not know yet: the groups, the layouts and the meter."""
+        self._drop_engine()
+        if tp_group is not None and layout is None:
+            raise ValueError("tp_group needs layout=: a callable that gives the TensorLayout of each parameter")
+        before, self.world = self.world, group_size(process_group)
+        self.process_group, self.tp_group = process_group, tp_group
+        self.layout = layout or self.layout
+        self.meter = meter or self.meter
+        if self.world == 1 < before:
+            warnings.warn(ONE_RANK_WARNING, stacklevel=2)
+
     def add_param_group(self, param_group: dict) -> None:
         """Add a group, at any time and on every rank alike. Under `topk`, a tensor's first step sends all of it."""
+        if self._synced is not None:
+            raise RuntimeError("a group was added between sync() and step(): take the step first")
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            self._check_group(group)
+            check_group(self.param_groups[-1], self._device)
         except ValueError:
             self.param_groups.pop()
             raise
         self._drop_engine()
-
-    def _check_group(self, group: dict) -> None:
-        if group["sparse"] and group["already_reduced"]:
-            raise ValueError("a sparse group is averaged here: drop sparse=True or already_reduced=True")
-        device = self.param_groups[0]["params"][0].device
-        for p in group["params"]:
-            if p.device != device:
-                raise ValueError(
-                    f"all parameters must be on one device, got {device} and {p.device}: move the model before "
-                    f"building the optimizer, or build one optimizer a device"
-                )
-            if device.type == "meta":
-                raise ValueError(
-                    "parameters are on the meta device: materialise the model before building the optimizer"
-                )
-            if p.is_complex() or not p.is_contiguous():
-                raise ValueError(
-                    f"ScapeAdamS needs real, contiguous parameters, got {p.dtype} of shape {tuple(p.shape)} with "
-                    f"strides {p.stride()}: assign param.data = param.data.contiguous() first"
-                )
 
     def _drop_engine(self) -> None:
         if self._engine is not None:
@@ -163,9 +164,8 @@ class ScapeAdamS(Optimizer):
             for p in group["params"]:
                 if not p.requires_grad:
                     continue
-                wanted = p.dim() >= 2 and not group["already_reduced"] if group["sparse"] is None else group["sparse"]
-                slot = Slot(len(slots), p, group, self.state[p], self.layout(p), bool(wanted) and p.numel() > 0)
-                self._prepare_state(slot)
+                slot = Slot(len(slots), p, group, self.state[p], self.layout(p), is_sparse(p, group))
+                complete_state(slot, self.options, self.residual_device)
                 slots.append(slot)
         if not slots:
             raise ValueError("no parameter requires a gradient")
@@ -181,35 +181,10 @@ class ScapeAdamS(Optimizer):
             clip=self.options["clip"],
             group=self.process_group,
             tp_group=self.tp_group,
-            ordered=self.ordered,
+            ordered=self.world > 2 and self.tp_group is not None if self._ordered is None else self._ordered,
             seed=self.seed,
             meter=self.meter,
         )
-
-    def _prepare_state(self, slot: Slot) -> None:
-        p, state = slot.param, slot.state
-        zeros = {"dtype": state_dtype(p), "device": p.device}
-        fresh = {"momentum": lambda: torch.zeros(p.shape, **zeros)}
-        if slot.sparse:
-            fresh["residual"] = lambda: self._place_residual(torch.zeros(p.shape, **zeros))
-            if self.options["second_moment"] == "row":
-                fresh["second_moment"] = lambda: torch.zeros(slot.rows, **zeros)
-            if self.options["mask"] == "cyclic":
-                fresh["mask_start"] = int
-        missing = sorted(fresh.keys() - state.keys())
-        if state and missing:
-            raise ValueError(
-                f"the loaded state of a parameter of shape {tuple(p.shape)} lacks {', '.join(missing)}: it was saved "
-                f"with other options; now {self.options}"
-            )
-        for key in missing:
-            state[key] = fresh[key]()
-
-    def _place_residual(self, residual: torch.Tensor) -> torch.Tensor:
-        if self.residual_device is None or self.residual_device.type == residual.device.type:
-            return residual
-        # pinned, so that it comes and goes without stopping the host
-        return residual.to(self.residual_device).pin_memory()
 
     def _flags(self) -> list[bool]:
         return [p.requires_grad for group in self.param_groups for p in group["params"]]
@@ -250,12 +225,12 @@ class ScapeAdamS(Optimizer):
             self._check_untouched()
             if limit != self._synced_limit:
                 raise ValueError(f"already synchronised with max_norm={self._synced_limit}: sync once a step")
-            return self._norm
+            return self.last_norm
         overflow = False
         if scaler is not None:
             overflow = unscale_and_share(scaler, self, self._device, [self.process_group, *self._tp])
         self._run_sync(limit, True, None, overflow)
-        return self._norm
+        return self.last_norm
 
     def _run_sync(self, limit, need_norm: bool, inverse_scale, overflow: bool) -> None:
         if self._engine is None:
@@ -263,10 +238,10 @@ class ScapeAdamS(Optimizer):
         self._check_gradients()
         self.last_step_skipped = overflow
         if overflow:
-            self._norm = torch.tensor(float("inf"), device=self._device)
+            self.last_norm = torch.tensor(float("inf"), device=self._device)
         else:
             self._engine.sync(self.step_count + 1, limit, need_norm, inverse_scale)
-            self._norm = self._engine.norm
+            self.last_norm = self._engine.norm
             if limit is not None:
                 self._steps_clipped = self._steps_clipped + self._engine.clipped
                 self._steps_measured += 1
@@ -370,11 +345,10 @@ class ScapeAdamS(Optimizer):
         """Restore a rank's own `state_dict()`, bit for bit. At another data-parallel size see `merge_residuals`."""
         self._drop_engine()
         self._synced = None
-        offload = self.residual_device
-        load_state_uncast(self, state_dict, lambda p, key: offload if offload and key == "residual" else p.device)
-        for p, state in self.state.items():
-            if "residual" in state and state["residual"].device != p.device:
-                state["residual"] = state["residual"].pin_memory()
+        load_state_uncast(self, state_dict)
+        for state in self.state.values():
+            if "residual" in state:
+                state["residual"] = place_residual(state["residual"], self.residual_device)
 
     def stats(self) -> dict[str, float]:
         """Figures of the last step on this rank; reads every residual, so call it as often as you log.

@@ -110,11 +110,15 @@ def log_likelihoods(
         inputs = {name: t.to(device) for name, t in left_pad(batch, tokenizer.pad_token_id).items()}
         logits = model(**inputs, **({"logits_to_keep": keep} if short else {}), use_cache=False).logits[:, -keep:]
         log_probs = logits.float().log_softmax(-1)
+        places, values = [], []
         for row, context in enumerate(batch):
             for q, c, answer in requests[context]:
                 steps = log_probs[row, keep - len(answer) :]
-                sums[q, c] = steps.gather(1, torch.tensor(answer, device=device)[:, None]).double().sum().cpu()
-                counts[q, c] = len(answer)
+                values.append(steps.gather(1, torch.tensor(answer, device=device)[:, None]).sum())
+                places.append((q, c, len(answer)))
+        # one wait for the device a batch
+        for (q, c, length), value in zip(places, torch.stack(values).tolist(), strict=True):
+            sums[q, c], counts[q, c] = value, length
     model.train(was_training)
     if ranks > 1:
         both = accelerator.gather(torch.stack([sums, counts])[None].to(device)).cpu().sum(0)

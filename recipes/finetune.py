@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 import report
 from common import ModelArguments, accepts, load_model_and_tokenizer, parse_arguments, setup_logging
@@ -37,6 +37,15 @@ def bytes_so_far(trainer) -> Counter:
     return sent
 
 
+class TokensAtStart(TrainerCallback):
+    """Remembers `num_input_tokens_seen` of a resumed run, so that tokens/s counts this run's only."""
+
+    tokens = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.tokens = state.num_input_tokens_seen
+
+
 @contextmanager
 def uncompressed(model):
     """Inside, a split model's messages travel as they are; all ranks enter it together."""
@@ -48,9 +57,9 @@ def uncompressed(model):
         comm.min_bytes = threshold
 
 
-def closing_facts(trainer, metrics: dict, sent: Counter) -> dict[str, str]:
+def closing_facts(trainer, metrics: dict, tokens: int, sent: Counter) -> dict[str, str]:
     """What the training cost, for the table at its end; `sent` is the difference of two `bytes_so_far`."""
-    args, tokens, seconds = trainer.args, trainer.state.num_input_tokens_seen, metrics["train_runtime"]
+    args, seconds = trainer.args, metrics["train_runtime"]
     codecs = args.tp_codec if args.tp_codec_backward is None else f"{args.tp_codec} / {args.tp_codec_backward}"
     facts = {
         "processes": f"{args.world_size} = tp {args.tp_size} x dp {args.world_size // args.tp_size}",
@@ -112,9 +121,11 @@ def main(argv: list[str] | None = None) -> None:
         return run
 
     runs = [ask("before", codec)] if tasks else []
+    start = TokensAtStart()
+    trainer.add_callback(start)
     sent_before = bytes_so_far(trainer)
     metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
-    sent = bytes_so_far(trainer) - sent_before
+    sent, trained = bytes_so_far(trainer) - sent_before, trainer.state.num_input_tokens_seen - start.tokens
     if eval_rows is not None:
         metrics |= trainer.evaluate()
     if tasks:
@@ -126,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     if is_main:
         if runs:
             report.print_scores(runs)
-        report.print_facts("this run", closing_facts(trainer, metrics, sent))
+        report.print_facts("this run", closing_facts(trainer, metrics, trained, sent))
 
 
 if __name__ == "__main__":

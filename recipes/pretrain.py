@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
 
 import report
 from common import load_tokenizer, parse_arguments, setup_logging
-from finetune import bytes_so_far, closing_facts
+from finetune import TokensAtStart, bytes_so_far, closing_facts
 from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
 from task_data import IGNORED, DataArguments, load_split
 
@@ -96,9 +96,11 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=default_data_collator,
     )
     before = trainer.evaluate()["eval_loss"]
+    start = TokensAtStart()
+    trainer.add_callback(start)
     sent_before = bytes_so_far(trainer)
     metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
-    sent = bytes_so_far(trainer) - sent_before
+    sent, trained = bytes_so_far(trainer) - sent_before, trainer.state.num_input_tokens_seen - start.tokens
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     trainer.save_state()
@@ -108,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
             "evaluation loss": f"{before:.4f} before, {after:.4f} after",
             "perplexity": f"{math.exp(before):.1f} before, {math.exp(after):.1f} after",
         }
-        report.print_facts("this run", facts | closing_facts(trainer, metrics, sent))
+        report.print_facts("this run", facts | closing_facts(trainer, metrics, trained, sent))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ are summed once per optimizer step, at clipping or right before the step. Everyt
 """
 
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -25,6 +24,9 @@ from .parallel import ParallelDims, gather_state_dict, parallelize, split_state
 from .parallel.model import group_device, parameter_splits
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states
 from .parallel.replicas import differing_tensors
+from .scape import bind_optimizer, merge_for_other_dp_size
+from .sync import ScapeAdamS
+from .sync.amp import unscale_and_share
 from .sync.dense import average_gradients, gradient_norm, sum_partial_gradients
 from .training_args import TacoScapeOptions, check_launch
 
@@ -71,6 +73,8 @@ class TacoScapeAccelerator(Accelerator):
         self._dirty = False
         self._steps = 0
         self._splits: dict = {}
+        self._scape: ScapeAdamS | None = None
+        self._scape_norm: torch.Tensor | None = None
 
     # ---- the data-parallel view
     @property
@@ -159,7 +163,7 @@ class TacoScapeAccelerator(Accelerator):
             )  # fmt: skip
             if options.tp_min_bytes == "auto":
                 comm = split_state(model).comm
-                groups, device = [self.dims.dp_group], group_device(self.dims.tp_group)
+                groups, device = self.dims.wide_groups(), group_device(self.dims.tp_group)
                 comm.min_bytes = agree_on_largest(comm.min_bytes, groups, device)
                 logger.info("tp_min_bytes auto: messages from %d bytes travel as %s", comm.min_bytes, comm.codec.name)
         return model
@@ -180,6 +184,16 @@ class TacoScapeAccelerator(Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer, device_placement=None):
+        raw = _unwrap(optimizer)
+        if isinstance(raw, ScapeAdamS):
+            if self._scape not in (None, raw):
+                raise ValueError("one ScapeAdamS an accelerator: put all parameters into its groups")
+            bind_optimizer(raw, self.dims, self._models, self.dp_meter)
+            self._scape = raw
+        elif self.options.dp_sync == "scape":
+            raise ValueError(
+                f"dp_sync scape needs the optimizer ScapeAdamS, which does the exchange; got {type(raw).__name__}"
+            )
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__, prepared.accelerator = _SyncedOptimizer, self
         return prepared
@@ -195,58 +209,59 @@ class TacoScapeAccelerator(Accelerator):
         self._dirty = True
         super().backward(loss, **kwargs)
 
-    def sync_gradients_once(self) -> None:
-        """Average gradients over dp (tp-partial ones summed over tp first); does nothing if that is done already."""
+    def sync_gradients_once(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Synchronise the gradients of a step; does nothing if that is done already.
+
+        tp-partial ones are summed over tp first. Then `dp_sync dense` averages over dp; under `scape` the optimizer
+        does the exchange, clips to `max_norm` where given, and its norm is returned (also by later calls).
+        """
         if not self._dirty:
-            return
-        self._dirty = False
-        self.unscale_gradients()
-        parameters = [p for p in self._model_parameters() if p.requires_grad]
-        if self.dims.tp_group is not None:
+            return self._scape_norm
+        self._dirty, self._scape_norm = False, None
+        if self.dims.tp_size > 1:
             summed = [
                 (p, s.shard, self.dims.tp_rank)
-                for p, s in ((p, self._splits.get(p)) for p in parameters)
+                for p, s in ((p, self._splits.get(p)) for p in self._model_parameters())
                 if s is not None and s.partial
             ]
             sum_partial_gradients(summed, self.dims.tp_group)
-        if self.dims.dp_group is not None and parameters:
+        if self._scape is not None:
+            self._scape_norm = self._scape.sync(max_norm, scaler=self.scaler)
+            return self._scape_norm
+        self.unscale_gradients()
+        parameters = [p for p in self._model_parameters() if p.requires_grad]
+        if self.dims.dp_size > 1 and parameters:
             average_gradients(parameters, self.dims.dp_group, self.dp_meter)
+        return None
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Synchronise, then clip by the norm of the whole model's gradient; returns that norm, equal on all ranks."""
         parameters = list(parameters)
-        self.sync_gradients_once()
-        if self.dims.tp_group is None:
+        if norm_type != 2 and (self.dims.tp_size > 1 or self._scape is not None):
+            raise ValueError(f"tp_size > 1 and dp_sync scape clip by the L2 norm only, got norm_type {norm_type}")
+        scape_norm = self.sync_gradients_once(max_norm)
+        if scape_norm is not None:
+            return scape_norm
+        if self.dims.tp_size == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        if norm_type != 2:
-            raise ValueError(f"tp_size > 1 clips by the L2 norm only, got norm_type {norm_type}")
         weights = {p: 1 / s.copies for p, s in self._splits.items() if s.shard is not None}
         norm = gradient_norm(parameters, weights, self.dims.tp_group)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
+        if self._scape is not None:
+            raise ValueError("dp_sync scape clips by norm only: gradients are never averaged on their own")
         self.sync_gradients_once()
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer=None) -> None:
         """fp16: unscale each optimizer's gradients once, and let an overflow on any rank be one on all of them."""
-        if self.scaler is None:
+        if self.scaler is None or self._scape is not None:  # ScapeAdamS unscales by itself, before it exchanges
             return
         optimizers = self._optimizers if optimizer is None else optimizer
-        for opt in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
-            while isinstance(opt, AcceleratedOptimizer):
-                opt = opt.optimizer
-            state = self.scaler._per_optimizer_states[id(opt)]
-            if state["found_inf_per_device"] or not any(
-                p.grad is not None for g in opt.param_groups for p in g["params"]
-            ):
-                continue
-            self.scaler.unscale_(opt)
-            for found in state["found_inf_per_device"].values():
-                for group in (self.dims.tp_group, self.dims.dp_group):
-                    if group is not None:
-                        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        for wrapped in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            unscale_and_share(self.scaler, _unwrap(wrapped), self.device, self.dims.wide_groups())
 
     def _model_parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for model in self._models for p in model.parameters()))
@@ -264,7 +279,7 @@ class TacoScapeAccelerator(Accelerator):
             named = list(model.named_parameters())
             whole = [(n, p) for n, p in named if p not in self._splits or self._splits[p].shard is None]
             for axis, group, tensors in (("tp", self.dims.tp_group, whole), ("dp", self.dims.dp_group, named)):
-                if group is not None:
+                if group in self.dims.wide_groups():
                     wrong = differing_tensors(tensors, group, group_device(group))
                     if wrong:
                         raise RuntimeError(
@@ -278,25 +293,30 @@ class TacoScapeAccelerator(Accelerator):
             return super().get_state_dict(model, unwrap)
         return gather_state_dict(self.unwrap_model(model) if unwrap else model, keep=self.is_local_main_process)
 
+    def free_memory(self, *objects):
+        self._scape, self._splits = None, {}
+        return super().free_memory(*objects)
+
     def save_state(self, output_dir=None, safe_serialization: bool = True, **kwargs):
-        """accelerate's save_state with whole weights (one file) and optimizer state per tensor-parallel rank."""
-        if self.dims.tp_size == 1:
+        """accelerate's save_state with whole weights in one file and optimizer state for each rank with its own."""
+        if self.dims.tp_size == 1 and self._scape is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         optimizers, self._optimizers = self._optimizers, []
         try:
             location = super().save_state(output_dir, safe_serialization, **kwargs)
         finally:
             self._optimizers = optimizers
-        save_optimizer_states(Path(location), [o.state_dict() for o in optimizers], self.dims)
-        dist.barrier()
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        save_optimizer_states(Path(location), states, self.dims, per_dp_rank=self._scape is not None)
+        self.wait_for_everyone()
         return location
 
     def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
-        if self.dims.tp_size == 1:
+        if self.dims.tp_size == 1 and self._scape is None:
             return super().load_state(input_dir, load_kwargs, **kwargs)
         if input_dir is None:
-            raise ValueError("load_state needs the folder's name with tp_size > 1")
-        states = load_optimizer_states(Path(os.path.expanduser(input_dir)), self.dims)
+            raise ValueError("load_state needs the folder's name with tp_size > 1 or ScapeAdamS")
+        states = load_optimizer_states(Path(input_dir).expanduser(), self.dims, merge_for_other_dp_size)
         optimizers, self._optimizers = self._optimizers, []
         try:
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -314,6 +334,10 @@ class _SyncedOptimizer(AcceleratedOptimizer):
             return super().step(closure)
         self.accelerator.sync_gradients_once()
         super().step(closure)
+        if isinstance(
+            self.optimizer, ScapeAdamS
+        ):  # GradScaler leaves the decision to it, and accelerate cannot see it
+            self._is_overflow = self.optimizer.last_step_skipped
         self.accelerator.after_step()
 
 
@@ -328,6 +352,12 @@ class _DataParallelScheduler(AcceleratedScheduler):
             # OneCycle refuses steps past its end
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
                 self.scheduler.step(*args, **kwargs)
+
+
+def _unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _has_objects(data) -> bool:

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .accelerator import TacoScapeAccelerator
 from .parallel import ParallelDims, gather_state_dict, split_state
 from .parallel.heartbeat import Heartbeat
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states, saved_tp_size
+from .scape import merge_for_other_dp_size, optimizer_class_and_arguments, scape_figures
 from .training_args import TacoScapeArguments
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,21 @@ class TacoScapeTrainer(Trainer):
     def get_total_train_batch_size(self, args) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            chosen = optimizer_class_and_arguments(self.args, self.state.max_steps)
+            if chosen is not None:
+                if self.optimizer_cls_and_kwargs is not None:
+                    raise ValueError(
+                        "dp_sync scape and use_adams bring their own optimizer: drop optimizer_cls_and_kwargs"
+                    )
+                self.optimizer_cls_and_kwargs = chosen
+                try:
+                    return super().create_optimizer(model)
+                finally:
+                    self.optimizer_cls_and_kwargs = None
+        return super().create_optimizer(model)
+
     # ---- training
     def train(self, resume_from_checkpoint=None, **kwargs):
         heartbeat = self._start_heartbeat()
@@ -107,6 +123,7 @@ class TacoScapeTrainer(Trainer):
             figures |= {f"{axis}_bytes_dense": dense, f"{axis}_bytes_sent": sent}
             if sent:
                 figures[f"{axis}_compression"] = dense / sent
+        figures |= scape_figures(self.optimizer)
         if state is not None:
             figures |= {f"tp_codec_error_{way}": error for way, error in state.comm.error_samples().items()}
             state.comm.request_error_sample()
@@ -130,9 +147,9 @@ class TacoScapeTrainer(Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         if self.args.should_save:
             (folder / OPTIONS_NAME).write_text(json.dumps(self._options_to_repeat()))
-        if self.args.tp_size == 1:
+        if self.args.tp_size == 1 and not self._scape:
             return super()._save_optimizer_and_scheduler(output_dir)
-        save_optimizer_states(folder, [self.optimizer.state_dict()], self.accelerator.dims)
+        save_optimizer_states(folder, [self.optimizer.state_dict()], self.accelerator.dims, per_dp_rank=self._scape)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
@@ -144,13 +161,17 @@ class TacoScapeTrainer(Trainer):
         saved = saved_tp_size(folder)
         if saved is None and not (folder / SCHEDULER_NAME).is_file():
             return  # written with save_only_model: weights are all there is, as in the parent
-        if self.args.tp_size == 1 and saved == 1:
+        if self.args.tp_size == 1 and not self._scape and (folder / OPTIMIZER_NAME).is_file():
             # not the parent's: transformers 5.17 asks torch for a device "cpu:0" here, which it does not know
-            state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+            state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
         else:
-            (state,) = load_optimizer_states(folder, self.accelerator.dims)
+            (state,) = load_optimizer_states(folder, self.accelerator.dims, merge_for_other_dp_size)
         self.optimizer.load_state_dict(state)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True))
+
+    @property
+    def _scape(self) -> bool:
+        return self.args.dp_sync == "scape"
 
     def _options_to_repeat(self) -> dict:
         state = split_state(self.model)

@@ -7,13 +7,16 @@ import torch
 from transformers import TrainingArguments
 
 from .codecs import list_codecs
+from .sync.scape_adams import CHOICES as SCAPE_CHOICES
 
 TP_BACKENDS = ("auto", "c10d")
-DP_SYNCS = ("dense",)
+DP_SYNCS = ("dense", "scape")
+RESIDUAL_DEVICES = ("cuda", "cpu")
 # named in the documentation, refused by name until they exist
-NOT_YET = {"tp_backend": ("symm_mem",), "dp_sync": ("scape",)}
+NOT_YET = {"tp_backend": ("symm_mem",)}
 
 # optimizers whose update of an element depends on that element alone: right on slices of a matrix
+DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
@@ -47,7 +50,8 @@ class TacoScapeOptions:
     )
     sequence_parallel: bool = field(default=False, metadata={"help": "Not built yet."})
     dp_sync: str = field(
-        default="dense", metadata={"help": "How data-parallel gradients are averaged: dense (scape is not built yet)."}
+        default="dense",
+        metadata={"help": "How data-parallel ranks synchronise: dense gradients, or scape (sparse momentum, AdamS)."},
     )
     check_replicas: int = field(
         default=0,
@@ -60,7 +64,8 @@ class TacoScapeOptions:
 
     def validate(self) -> None:
         """ValueError with the valid choices for the first toggle that is wrong; makes tp_min_bytes auto or an int."""
-        for name, valid in (("tp_backend", TP_BACKENDS), ("dp_sync", DP_SYNCS)):
+        choices = {"tp_backend": TP_BACKENDS, "dp_sync": DP_SYNCS}
+        for name, valid in choices.items():
             self._check_choice(name, getattr(self, name), valid)
         self._check_choice("tp_codec", self.tp_codec, list_codecs())
         if self.tp_codec_backward is not None:
@@ -111,16 +116,65 @@ def check_launch(world_size: int) -> None:
 
 @dataclass
 class TacoScapeArguments(TacoScapeOptions, TrainingArguments):
-    """transformers.TrainingArguments and the toggles of this package, for the command line, JSON, YAML and Python."""
+    """transformers.TrainingArguments and the toggles of this package, for the command line, JSON, YAML and Python.
+
+    The toggles below choose the Trainer's optimizer; an own loop builds AdamS or ScapeAdamS itself.
+    """
+
+    use_adams: bool = field(default=False, metadata={"help": "Dense AdamS instead of optim: SCAPE's baseline."})
+    scape_density: float = field(
+        default=0.01, metadata={"help": "Share of each matrix that is sent a step, in (0, 1]: 0.01 is 99 % sparse."}
+    )
+    scape_second_moment: str = field(
+        default="row", metadata={"help": "row (one number an output row), or adams (the paper: the last momentum)."}
+    )
+    scape_mask: str = field(
+        default="topk", metadata={"help": "topk (the paper: an owner's largest), cyclic or random (no mask traffic)."}
+    )
+    scape_clip: str = field(
+        default="local", metadata={"help": "local (each rank's gradient by its own norm) or ghat (the paper)."}
+    )
+    scape_hold_steps: float = field(
+        default=0.1, metadata={"help": "Dense start: a number of steps, or a share of max_steps if below 1. Paper: 0."}
+    )
+    scape_warmup_steps: float = field(
+        default=0.4, metadata={"help": "Geometric fall of the density after it: steps, or a share of max_steps."}
+    )
+    scape_values: str = field(
+        default="fp32", metadata={"help": "Payload: fp32, or bf16 with its rounding fed back into the residual."}
+    )
+    scape_residual_device: str = field(
+        default="cuda", metadata={"help": "Where residuals are kept: cuda (beside the parameters) or cpu (offload)."}
+    )
 
     def __post_init__(self) -> None:
         self.validate()
+        self._check_scape()
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
         check_launch(self.world_size)
         if self.tp_size > 1:
             self._check_tensor_parallel()
+
+    def _check_scape(self) -> None:
+        choices = {f"scape_{name}": valid for name, valid in SCAPE_CHOICES.items()}
+        for name, valid in (choices | {"scape_residual_device": RESIDUAL_DEVICES}).items():
+            self._check_choice(name, getattr(self, name), valid)
+        if not 0 < self.scape_density <= 1:
+            raise ValueError(f"scape_density must lie in (0, 1], got {self.scape_density} (0.01 sends 1 %)")
+        for name in ("scape_hold_steps", "scape_warmup_steps"):
+            value = getattr(self, name)
+            if value < 0 or (value >= 1 and value != int(value)):
+                raise ValueError(f"{name} must be a share below 1 or a whole number of steps, got {value}")
+        own_optimizer = [name for name in ("dp_sync scape", "use_adams") if self._wants(name)]
+        if own_optimizer and self.optim not in DEFAULT_OPTIMIZERS:
+            raise ValueError(
+                f"{own_optimizer[0]} brings its own optimizer: leave optim at its default, not {self.optim}"
+            )
+
+    def _wants(self, what: str) -> bool:
+        return self.use_adams if what == "use_adams" else self.dp_sync == "scape"
 
     def _check_tensor_parallel(self) -> None:
         refused = {

@@ -65,7 +65,7 @@ def train(dtype, options, steps=STEPS):
         set_gradients(params, t, dtype)
         optimizer.step()
         masks.append(masks_now(params, optimizer))
-        norms.append(None if optimizer._norm is None else float(optimizer._norm))
+        norms.append(None if optimizer.last_norm is None else float(optimizer.last_norm))
     return {
         "params": [p.detach().clone() for p in params],
         "momentum": snapshot(params, optimizer, "momentum"),

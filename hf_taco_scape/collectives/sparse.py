@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from hf_taco_scape.collectives.transport import gather
+
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Ranks of `group` (None: the default group); 1 when torch.distributed is not in use."""
@@ -86,7 +88,8 @@ class PackedMessage:
         row = torch.cat(
             [self._mean_of_row(flat, part).view(torch.uint8) for flat, part in self._parts(self._received)]
         )
-        self._gather_rows(row)
+        self._wire[group_rank(self.group)] = row
+        self._wire = gather(self._wire, self.group)
         for flat, part in self._parts(self._wire):
             flat.view(self.world, -1).copy_(part.view(flat.dtype))
         del self._wire, self._received
@@ -114,13 +117,6 @@ class PackedMessage:
             length = min(mean.numel(), self.values.numel() - first)
             self._rounding = (first, (total - mean)[:length]) if length > 0 else None
         return mean
-
-    def _gather_rows(self, row: torch.Tensor) -> None:
-        if self._wire.is_cuda and dist.get_backend(self.group) == "gloo":
-            # gloo's all-gather of CUDA tensors is eight times slower than its all-to-all
-            dist.all_to_all_single(self._wire, row.repeat(self.world, 1), group=self.group)
-        else:
-            dist.all_gather_into_tensor(self._wire.view(-1), row, group=self.group)
 
 
 class PendingGather:

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes, this process's coordinates and its two groups (None where the axis has size 1).
+    """Sizes, this process's coordinates and its two groups (None in a world of one process).
 
     Ranks [d*tp, (d+1)*tp) form a tensor-parallel group and hold one copy of the model; ranks with the same place in
-    their tp group form a data-parallel group and hold the same slices.
+    their tp group form a data-parallel group and hold the same slices. A group may have one member.
     """
 
     tp_size: int = 1
@@ -19,6 +19,11 @@ class ParallelDims:
     dp_rank: int = 0
     tp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
+
+    def wide_groups(self) -> list[dist.ProcessGroup]:
+        """The groups that have more than one member."""
+        sized = ((self.tp_size, self.tp_group), (self.dp_size, self.dp_group))
+        return [group for size, group in sized if size > 1]
 
     @classmethod
     def build(cls, tp_size: int) -> "ParallelDims":
@@ -35,8 +40,7 @@ class ParallelDims:
         dp_rank, tp_rank = divmod(rank, tp_size)
         return cls(
             tp_size, dp_size, tp_rank, dp_rank,
-            tp_groups[dp_rank] if tp_size > 1 else None,
-            dp_groups[tp_rank] if dp_size > 1 else None,
+            tp_groups[dp_rank], dp_groups[tp_rank],
         )  # fmt: skip
 
 

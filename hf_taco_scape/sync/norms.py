@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from hf_taco_scape.collectives.transport import all_gather_single
 from hf_taco_scape.sync.slot import Slot
 
 NORM_EPS = 1e-6
@@ -16,7 +17,7 @@ def model_norm(norms: list[torch.Tensor], slots: list[Slot], tp_group: dist.Proc
     if tp_group is not None:
         # added in rank order here: an all-reduce may add in another order in another group
         parts = square.new_empty(dist.get_world_size(tp_group))
-        dist.all_gather_into_tensor(parts, square.view(1), group=tp_group)
+        all_gather_single(parts, square.view(1), group=tp_group)
         square = parts.sum()
     return square.sqrt().to(stacked.dtype)
 

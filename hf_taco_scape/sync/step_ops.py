@@ -31,7 +31,9 @@ def row_square_sums(
     if scale is not None:
         square.mul_(scale)
     others = [d for d in range(like.dim()) if d not in dims]
-    return square.square_().sum(others).reshape(-1)
+    square.square_()
+    # sum over no dimension at all would mean over every one
+    return (square.sum(others) if others else square).reshape(-1)
 
 
 def pack_(values: torch.Tensor, c: torch.Tensor, selection) -> None:

@@ -1,0 +1,93 @@
+"""ScapeCallback: SCAPE on a stock transformers.Trainer, data parallel only.
+
+    Trainer(..., callbacks=[ScapeCallback()], optimizer_cls_and_kwargs=scape_optimizer(max_grad_norm=1.0))
+
+with plain TrainingArguments (max_grad_norm=0: the Trainer would clip gradients that are not averaged yet). The
+callback takes the matrices out of DistributedDataParallel, which goes on averaging norms and biases; ScapeAdamS does
+the rest in its step.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .parallel import ParallelDims
+from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states
+from .scape import merge_for_other_dp_size, scape_figures
+from .sync import ScapeAdamS
+from .sync.layout import module_layout
+from .training_args import TacoScapeArguments
+
+logger = logging.getLogger(__name__)
+
+
+class ScapeCallback(TrainerCallback):
+    """Prepares a stock Trainer for ScapeAdamS and keeps each rank's residuals in its checkpoints.
+
+    resume_from: the checkpoint that `train(resume_from_checkpoint=...)` was given, where it is not
+        output_dir/checkpoint-N (the Trainer does not tell callbacks).
+
+    The `grad_norm` that a stock Trainer logs is this rank's own; `on_log` puts the synchronised one, and SCAPE's
+    figures, into the logs that callbacks after this one see.
+    """
+
+    def __init__(self, resume_from: str | None = None) -> None:
+        self._resume_from = resume_from
+        self._optimizer: ScapeAdamS | None = None
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        if isinstance(args, TacoScapeArguments):
+            raise ValueError("TacoScapeTrainer needs no ScapeCallback: set dp_sync scape")
+        if args.max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm {args.max_grad_norm}: the Trainer would clip gradients before they are averaged. Set "
+                "TrainingArguments(max_grad_norm=0) and give the norm to scape_optimizer(max_grad_norm=...)"
+            )
+        if args.fsdp or args.deepspeed:
+            raise ValueError("ScapeCallback works with plain data parallelism only, not with fsdp or deepspeed")
+        matrices = [name for name, p in model.named_parameters(remove_duplicate=False) if p.ndim >= 2]
+        rest = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
+        if not rest:
+            raise ValueError(
+                "DistributedDataParallel needs a trainable norm or bias; use TacoScapeTrainer with dp_sync scape"
+            )
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, matrices)
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(self._optimizer, ScapeAdamS):
+            raise ValueError(
+                "ScapeCallback without ScapeAdamS would leave the matrices unsynchronised: build the Trainer with "
+                f"optimizer_cls_and_kwargs=scape_optimizer(...), not {type(self._optimizer).__name__}"
+            )
+        self._optimizer.bind(None, layout=module_layout(model))
+        if dist.is_initialized():
+            with torch.no_grad():  # DDP broadcasts only what it averages
+                for parameter in model.parameters():
+                    dist.broadcast(parameter, src=0)
+        if state.global_step:
+            folder = Path(self._resume_from or Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            (own,) = load_optimizer_states(folder, self._dims(), merge_for_other_dp_size)
+            self._optimizer.load_state_dict(own)
+
+    def on_save(self, args, state, control, **kwargs):
+        # the Trainer has written rank 0's optimizer state for everybody; residuals are each rank's own
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if not args.save_only_model:
+            save_optimizer_states(folder, [self._optimizer.state_dict()], self._dims(), per_dp_rank=True)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._optimizer is not None and "loss" in (logs or {}):
+            norm = self._optimizer.last_norm
+            logs.update(scape_figures(self._optimizer), **({} if norm is None else {"grad_norm": float(norm)}))
+
+    @staticmethod
+    def _dims() -> ParallelDims:
+        if not dist.is_initialized():
+            return ParallelDims()
+        return ParallelDims(dp_size=dist.get_world_size(), dp_rank=dist.get_rank())

@@ -13,7 +13,8 @@ from hf_taco_scape.sync.mask import RandomMask, mask_seed
 SHAPES = [(37, 29), (61,), (13, 5, 3), (7,), (101, 2), (1, 1), ()]
 GROUPS = [
     {"params": [0, 2, 5], "weight_decay": 0.1, "lr": 3e-3},
-    {"params": [1, 3, 6], "weight_decay": 0.0, "lr": 1e-2},
+    {"params": [3, 6], "weight_decay": 0.0, "lr": 1e-2},
+    {"params": [1], "weight_decay": 0.0, "lr": 1e-2, "sparse": True},
     {"params": [4], "weight_decay": 0.2, "lr": 3e-3, "sparse": False},
 ]
 # parameter index in the optimizer's order -> index in SHAPES
@@ -139,7 +140,7 @@ class Reference:
             mt[i] = sum(sent[1:], sent[0]) / self.world
             ghat[i] = torch.where(mask, (mt[i] - b1 * self.m[i]) / (1 - b1), 0.0)
             if rows:
-                mean = sum(g.square().flatten(1).mean(1) for g in own) / self.world
+                mean = sum(g.square().reshape(g.shape[0], -1).mean(1) for g in own) / self.world
                 self.v[i] = b2 * self.v[i] + (1 - b2) * mean
         self.masks.append(masks)
         if max_norm and not local:

@@ -28,6 +28,9 @@ class PackedMessage:
     instead (all-to-all, sum in rank order in the exact dtype, all-gather: the same bytes), because a bf16 ring rounds
     at every hop, and because a ring's order of summation depends on where an entry lies in the message: groups that
     hold replicas inside messages of other lengths (tensor parallelism) would disagree in the last bit.
+
+    `rounding`, after `finish()`: what this rank dropped when it rounded its row of the mean to bf16, as (first index in
+    `values`, mean - sent in the exact dtype); None where nothing was rounded.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class PackedMessage:
         self._two_shot = self.world > 1 and (ordered or not one_dtype)
         self._exact_dtype = exact_dtype
         self._work: dist.Work | None = None
-        self._rounding: tuple[int, torch.Tensor] | None = None
+        self.rounding: tuple[int, torch.Tensor] | None = None
         # each rank sums one row; rows of whole eight bytes let the two dtypes share a wire
         pad = self.world if self._two_shot else 1
         if one_dtype:
@@ -94,13 +97,6 @@ class PackedMessage:
             flat.view(self.world, -1).copy_(part.view(flat.dtype))
         del self._wire, self._received
 
-    def take_rounding(self) -> tuple[int, torch.Tensor] | None:
-        """What this rank dropped when it rounded its row of the mean to bf16: (first index in `values`, mean - sent).
-
-        None where nothing was rounded. The tensor has the exact dtype.
-        """
-        return self._rounding
-
     def _parts(self, wire: torch.Tensor):
         widths = [flat.numel() * flat.element_size() // self.world for flat in self._flat]
         return zip(self._flat, wire.split(widths, dim=1), strict=True)
@@ -115,7 +111,7 @@ class PackedMessage:
         if flat.dtype != self._exact_dtype:
             first = group_rank(self.group) * mean.numel()
             length = min(mean.numel(), self.values.numel() - first)
-            self._rounding = (first, (total - mean)[:length]) if length > 0 else None
+            self.rounding = (first, (total - mean)[:length]) if length > 0 else None
         return mean
 
 

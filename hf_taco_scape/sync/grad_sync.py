@@ -249,7 +249,7 @@ class GradSync:
 
     def _return_rounding(self) -> None:
         """The rank that rounded a row of the mean owes every rank that error; its own residual takes all of it."""
-        rounding = self._message.take_rounding()
+        rounding = self._message.rounding
         if rounding is None:
             return
         first, error = rounding

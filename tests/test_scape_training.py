@@ -24,6 +24,7 @@ from hf_taco_scape.parallel import gather_state_dict, parameter_splits
 
 PAPER = dict(scape_second_moment="adams", scape_mask="topk", scape_clip="ghat", scape_hold_steps=0)
 SPARSE = dict(dp_sync="scape", scape_density=0.1, scape_warmup_steps=2, **PAPER)
+CLIP = 0.3
 OURS = dict(dp_sync="scape", scape_density=0.1, scape_hold_steps=1, scape_warmup_steps=2)
 
 
@@ -92,7 +93,7 @@ def _own_loop(options, accumulation, steps=6):
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)
             if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
             optimizer.step()
             if accelerator.sync_gradients:
                 scheduler.step()
@@ -146,7 +147,7 @@ _COMMON = dict(
 def _trainer_way(scape_options, accumulation):
     data = _InOrder(6 * accumulation, dist.get_world_size())
     args = TacoScapeArguments(
-        "out", max_grad_norm=0.5, dp_sync="scape", gradient_accumulation_steps=accumulation, adam_beta2=0.95,
+        "out", max_grad_norm=CLIP, dp_sync="scape", gradient_accumulation_steps=accumulation, adam_beta2=0.95,
         **{f"scape_{k}": v for k, v in scape_options.items()}, **_COMMON,
     )  # fmt: skip
     built = _sequential(TacoScapeTrainer)(model=tiny.build("gpt2"), args=args, train_dataset=data)
@@ -160,7 +161,7 @@ def _callback_way(scape_options, accumulation):
     args = tf.TrainingArguments(
         "out", max_grad_norm=0, use_cpu=True, gradient_accumulation_steps=accumulation, **_COMMON
     )
-    options = {k: v for k, v in scape_options.items()} | {"lr": 1e-3, "betas": (0.9, 0.95), "max_grad_norm": 0.5}
+    options = {k: v for k, v in scape_options.items()} | {"lr": 1e-3, "betas": (0.9, 0.95), "max_grad_norm": CLIP}
     recorder = training.Recorder()
     built = _sequential(tf.Trainer)(
         model=tiny.build("gpt2"), args=args, train_dataset=data, callbacks=[ScapeCallback(), recorder],
@@ -170,21 +171,31 @@ def _callback_way(scape_options, accumulation):
     return built.model.state_dict(), recorder.column("grad_norm")
 
 
-@pytest.mark.parametrize("options", [
-    dict(density=0.1, warmup_steps=2, second_moment="adams", mask="topk", clip="ghat", hold_steps=0),
-    dict(density=0.1, warmup_steps=2, second_moment="row", mask="topk", clip="local", hold_steps=1),
-], ids=["paper", "ours"])  # fmt: skip
+_WAYS = {
+    "paper": dict(density=0.1, warmup_steps=2, second_moment="adams", mask="topk", clip="ghat", hold_steps=0),
+    "row": dict(density=0.1, warmup_steps=2, second_moment="row", mask="cyclic", clip="ghat", hold_steps=1),
+    "local": dict(density=0.1, warmup_steps=2, second_moment="row", mask="topk", clip="local", hold_steps=1),
+}
+
+
+@pytest.mark.parametrize("name", _WAYS)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_all_three_ways_in_give_the_same_weights(pool, options, accumulation):
+def test_all_three_ways_in_give_the_same_weights(pool, name, accumulation):
+    options = _WAYS[name]
     loops = pool.run(2, _own_loop, options, accumulation)
     trainers = pool.run(2, _trainer_way, options, accumulation)
     callbacks = pool.run(2, _callback_way, options, accumulation)
     expected, norms = loops[0]
-    for weights, got in [*loops, *trainers, *callbacks]:
+    exact = [*loops, *trainers, *(callbacks if options["clip"] == "ghat" else [])]
+    for weights, got in exact:
         assert got == pytest.approx(norms, rel=1e-4)
-        for name, value in weights.items():
-            torch.testing.assert_close(value, expected[name], atol=2e-5, rtol=0, msg=name)
-    assert min(norms) > 0.5, "clipping was not active"
+        for key, value in weights.items():
+            torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=0, msg=key)
+    assert sum(norm > CLIP for norm in norms) >= 4, "clipping was hardly active"
+    if options["clip"] == "local":
+        # DDP has averaged norms and biases before this rank's own norm is known: as scape_optimizer documents
+        for _, got in callbacks:
+            assert got == pytest.approx(norms, rel=0.03) and got != pytest.approx(norms, rel=1e-4)
 
 
 # ---- checkpoints

@@ -29,8 +29,8 @@ class PackedMessage:
     at every hop, and because a ring's order of summation depends on where an entry lies in the message: groups that
     hold replicas inside messages of other lengths (tensor parallelism) would disagree in the last bit.
 
-    `rounding`, after `finish()`: what this rank dropped when it rounded its row of the mean to bf16, as (first index in
-    `values`, mean - sent in the exact dtype); None where nothing was rounded.
+    `rounding`, after `finish()`: what this rank dropped when it rounded its row of the mean to bf16, as (first index
+    in `values`, mean - sent in the exact dtype); None where nothing was rounded.
     """
 
     def __init__(

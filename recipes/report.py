@@ -11,6 +11,8 @@ from rich.table import Table
 
 import metrics
 
+SCORE_COLUMNS = ("run", "loss", "accuracy [95 %]", "macro F1", "paired difference [95 %]", "p", "changed")
+
 
 def write_json(path: str | Path, content: dict) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -37,18 +39,12 @@ def print_scores(runs: list[dict]) -> None:
         n = rows[-1]["tasks"][task]["n"]
         table = Table(
             title=f"{task}: {n} questions with right answers",
-            caption="paired difference, p (exact McNemar) and changed answers: against the row above",
+            caption="difference, p (exact McNemar) and number of changed answers: against the row above",
         )
-        for heading in (
-            "run",
-            "loss",
-            "accuracy [95 %]",
-            "macro F1",
-            "paired difference [95 %]",
-            "p",
-            "answers changed",
-        ):
-            table.add_column(heading, justify="left" if heading == "run" else "right")
+        for heading in SCORE_COLUMNS:
+            table.add_column(
+                heading.replace("[", "\\["), justify="left" if heading == "run" else "right", no_wrap=True
+            )
         for above, run in zip([None, *rows], rows, strict=False):
             scores = run["tasks"][task]
             interval = f"[{scores['accuracy_low']:.3f}, {scores['accuracy_high']:.3f}]"
@@ -58,7 +54,7 @@ def print_scores(runs: list[dict]) -> None:
                 paired = compare_tasks(scores, above["tasks"][task])
                 interval = f"[{paired['difference_low']:+.3f}, {paired['difference_high']:+.3f}]"
                 cells += [f"{paired['difference']:+.3f} {interval}", f"{paired['p_value']:.2g}"]
-                cells.append(f"{paired['changed']} of {n}")
+                cells.append(str(paired["changed"]))
             table.add_row(*(cell.replace("[", "\\[") for cell in cells))
         _console().print(table)
 

@@ -77,7 +77,7 @@ class SimulatedScape:
         self.values_dtype = torch.bfloat16 if values == "bf16" else self.dtype
         self.device = self.slots[0].param.device
         self.norm, self.clipped, self.bytes_sent = None, 0.0, 0
-        self.masks: dict[int, object] = {}
+        self.selections: dict[int, object] = {}
         self._next: dict[int, object] = {}
         self._swept: dict[int, int] = {}
 
@@ -135,15 +135,14 @@ class SimulatedScape:
         step = self.step_count + 1
         scale = self._local_scale(grads) if self.clip == "local" and self.max_grad_norm else None
         means, sent_bytes = {}, 0
-        self._selections, self.masks, first = {}, {}, 0
-        spans, rounding = {}, {}
+        self.selections, spans, rounding, first = {}, {}, {}, 0
         for slot in self.sparse:
             c, g = slot.state["residual"], grads[slot.index].reshape(self.world, -1)
             if self.residual_decay != 1.0:
                 c.mul_(self.residual_decay)
             self._form(slot, c, g, scale)
             selection, k = self._mask_of(slot, step)
-            self._selections[slot.index], spans[slot.index] = selection, (first, first + k)
+            self.selections[slot.index], spans[slot.index] = selection, (first, first + k)
             first += k
             sent = [selection.take(row).to(self.values_dtype).to(c.dtype) for row in c]
             means[slot.index] = mean_in_rank_order(sent)
@@ -162,9 +161,8 @@ class SimulatedScape:
             self._row_moments(grads, scale)
         for slot in self.slots:
             if not slot.sparse:
-                rows = [
-                    g.reshape(-1) if scale is None else g.reshape(-1) * s for g, s in self._by_rank(slot, grads, scale)
-                ]
+                rows = grads[slot.index].reshape(self.world, -1).to(self.dtype)
+                rows = rows if scale is None else rows * scale[:, None]
                 means[slot.index] = mean_in_rank_order(rows)
         clip = self._clip(means) if self.clip == "ghat" and self.max_grad_norm else None
         self.bytes_sent += sent_bytes * (self.world - 1) // self.world
@@ -178,10 +176,6 @@ class SimulatedScape:
         # a broadcast over few entries takes torch's scalar loop, whose product and sum do not fuse
         for rank in range(self.world):
             form_(c[rank], slot.momentum, g[rank], b1, None if scale is None else scale[rank])
-
-    def _by_rank(self, slot: Slot, grads, scale):
-        g = grads[slot.index].to(self.dtype)
-        return zip(g, [None] * self.world if scale is None else scale, strict=True)
 
     def _local_scale(self, grads) -> torch.Tensor:
         """[world] coefficients, each rank's from the norm of its own gradient."""
@@ -206,7 +200,7 @@ class SimulatedScape:
                 low, high = max(begin, rank * per_rank), min(end, (rank + 1) * per_rank)
                 if low >= high:
                     continue
-                row, places = slot.state["residual"][rank], self._selections[slot.index].places(slot.momentum)
+                row, places = slot.state["residual"][rank], self.selections[slot.index].places(slot.momentum)
                 owed = rounding[slot.index][low - begin : high - begin]
                 if places is None:
                     row[low - begin : high - begin].add_(owed)
@@ -230,7 +224,7 @@ class SimulatedScape:
             grad = means[slot.index]
             if slot.sparse:
                 b1 = slot.group["betas"][0]
-                grad = decoded_grad(grad, slot.momentum, self._selections[slot.index], b1)
+                grad = decoded_grad(grad, slot.momentum, self.selections[slot.index], b1)
             norms.append(torch.linalg.vector_norm(grad, dtype=self.dtype))
         self.norm = model_norm(norms, self.slots, None)
         coefficient = clip_coefficient(self.norm, self.max_grad_norm)
@@ -248,7 +242,7 @@ class SimulatedScape:
                     slot.param,
                     slot.momentum,
                     mean,
-                    self._selections[slot.index],
+                    self.selections[slot.index],
                     **hyper,
                     clip=clip,
                     second_moment=slot.state["second_moment"] if self.rows else None,
@@ -269,6 +263,18 @@ class SimulatedScape:
         }
 
 
+@torch.no_grad()
+def overlap(before: list, now: list, tensors: list[torch.Tensor]) -> float:
+    """Share of the entries of the selections `now` that were in `before`; one pair for each of the flat `tensors`."""
+    common, kept = 0, 0
+    for old, new, tensor in zip(before, now, tensors, strict=True):
+        hit = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
+        old.put_(hit, True)
+        common += int(new.take(hit).sum())
+        kept += new.take(hit).numel()
+    return common / kept
+
+
 class DenseRival:
     """A dense torch optimizer on the averaged gradient, clipped by its norm."""
 
@@ -285,10 +291,15 @@ class DenseRival:
             torch.nn.utils.clip_grad_norm_(self.params, self.max_grad_norm)
         self.optimizer.step()
 
-    def momenta(self) -> list[torch.Tensor]:
-        """First moments of the matrices."""
+    @torch.no_grad()
+    def largest_momenta(self, density: float) -> tuple[list, list[torch.Tensor]]:
+        """Selections of the matrices' largest first moments, and the moments (flat); empty before the first step."""
         key = "momentum" if isinstance(self.optimizer, AdamS) else "exp_avg"
-        return [self.optimizer.state[p][key].view(-1) for p in self.params if p.dim() >= 2]
+        states = [self.optimizer.state[p] for p in self.params if p.dim() >= 2]
+        momenta = [state[key].view(-1) for state in states if state]
+        schedule = DensitySchedule(density)
+        chosen = [select_topk(m, schedule.kept(2, m.numel())) for m in momenta]
+        return [IndexSelection(c.nonzero().view(-1)) for c in chosen], momenta
 
     def figures(self) -> dict[str, float]:
         return {}

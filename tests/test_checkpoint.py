@@ -1,7 +1,11 @@
 """Saving and resuming: plain checkpoints, unbroken curves, refusals that name what was saved."""
 
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -47,6 +51,30 @@ def test_resume_equals_the_unbroken_run_bit_for_bit(pool, tmp_path, tp, world):
     resumed = pool.run(world, _train, str(tmp_path / "b"), resume=checkpoint, **options)
     for (losses, bits, _), (more, others, _) in zip(unbroken, resumed, strict=True):
         assert losses[3:] == more
+        assert all(torch.equal(bits[name], others[name]) for name in bits)
+
+
+def _launch(folder, name, kill_at=0, resume=""):
+    here = pathlib.Path(__file__).parent
+    settings = json.dumps({"tp_codec": "taco", "gradient_accumulation_steps": 2})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(here / "killed.py"), settings, str(folder), name, str(kill_at), resume]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=here, env=environment)
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    """SIGKILL of one rank at step 5 of 6; the launcher ends the others; new processes go on from checkpoint 4."""
+    whole = _launch(tmp_path, "whole")
+    assert whole.returncode == 0, whole.stderr[-4000:]
+    killed = _launch(tmp_path, "killed", kill_at=5)
+    assert killed.returncode != 0 and not (tmp_path / "killed-rank0.pt").exists()
+    resumed = _launch(tmp_path, "killed", resume=str(tmp_path / "killed/checkpoint-4"))
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    for rank in range(2):
+        losses, bits = torch.load(tmp_path / f"whole-rank{rank}.pt")
+        more, others = torch.load(tmp_path / f"killed-rank{rank}.pt")
+        assert losses[4:] == more and len(more) == 2
         assert all(torch.equal(bits[name], others[name]) for name in bits)
 
 

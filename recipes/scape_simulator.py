@@ -182,7 +182,7 @@ class SimulatedScape:
         scales, norms = [], []
         for rank in range(self.world):
             own = [torch.linalg.vector_norm(g[rank].reshape(-1), dtype=self.dtype) for g in grads]
-            norms.append(model_norm(own, self.slots, None))
+            norms.append(model_norm(own))
             scales.append(clip_coefficient(norms[-1], self.max_grad_norm))
         scales = torch.stack(scales)
         self.norm = mean_in_rank_order(torch.stack(norms))
@@ -226,7 +226,7 @@ class SimulatedScape:
                 b1 = slot.group["betas"][0]
                 grad = decoded_grad(grad, slot.momentum, self.selections[slot.index], b1)
             norms.append(torch.linalg.vector_norm(grad, dtype=self.dtype))
-        self.norm = model_norm(norms, self.slots, None)
+        self.norm = model_norm(norms)
         coefficient = clip_coefficient(self.norm, self.max_grad_norm)
         self.clipped = self.clipped + (coefficient < 1).float()
         return coefficient

@@ -317,8 +317,6 @@ def train(config: dict, tokens, vocabulary: int, device: torch.device, deadline:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         optimizer.step(gradients(windows.training(step, salt=0 if start is None else 5)))
-        if step + 1 in marks:
-            _, before = persistence(optimizer, None, density)
         out_of_time = time.monotonic() > deadline
         if step in marks or out_of_time:
             if before is not None:
@@ -327,6 +325,8 @@ def train(config: dict, tokens, vocabulary: int, device: torch.device, deadline:
             record["val"].append([step, validate(model, held_out, device)])
             if not math.isfinite(record["val"][-1][1]) or out_of_time:
                 break
+        if step + 1 in marks:
+            _, before = persistence(optimizer, None, density)
     finished = step == config["steps"]
     return record | {
         "final": record["val"][-1][1],

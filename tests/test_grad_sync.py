@@ -1,12 +1,16 @@
 """SCAPE's step on 2, 3 and 4 gloo ranks against brute force, and what must hold of it whatever the options."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from scape_reference import BETAS, EPS, GROUPS, SHAPES, Reference, gradient, initial, kept_of
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_taco_scape.optim import AdamS
-from hf_taco_scape.sync import ScapeAdamS
+from hf_taco_scape.sync import ScapeAdamS, grad_sync, mask_exchange
 
 STEPS = 14
 VARIANTS = {
@@ -409,3 +413,88 @@ def bytes_at_size(density, values):
 )
 def test_share_of_a_dense_bf16_all_reduce(pool, density, values, share):
     assert pool.run(2, bytes_at_size, density, values)[0] == pytest.approx(share, abs=5.1e-5)
+
+
+# -- off the critical path, and in little memory -----------------------------------------------------------------
+
+
+def order_of_events():
+    """What happens in steps 2 and 3, in order, with the thread it happens in."""
+    events = []
+
+    def spy(owner, name, label):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            result = original(*args, **kwargs)
+            events.append((label, threading.current_thread() is threading.main_thread()))
+            return result
+
+        patch.setattr(owner, name, wrapped)
+
+    with pytest.MonkeyPatch.context() as patch:
+        spy(grad_sync.PackedMessage, "start", "message sent")
+        spy(grad_sync, "select_topk", "mask selected")
+        spy(mask_exchange.PendingGather, "__init__", "masks sent")
+        spy(mask_exchange.PendingGather, "wait", "masks arrived")
+        p = torch.nn.Parameter(torch.zeros(60, 50))
+        optimizer = ScapeAdamS([p], density=0.1)
+        for _ in range(3):
+            p.grad = torch.randn(60, 50)
+            optimizer.step()
+            events.append(("forward and backward", True))
+    return events[events.index(("forward and backward", True)) + 1 :]
+
+
+def test_masks_are_selected_beside_the_message_and_travel_during_the_forward(pool):
+    owner, other = pool.run(2, order_of_events)
+    one_step = ["masks arrived", "message sent", "masks sent", "forward and backward"]
+    assert [event for event, _ in other] == one_step * 2
+    assert [event for event, _ in owner if event != "mask selected"] == one_step * 2
+    # the owner's selection starts once the message is under way, and in a thread of its own
+    names = [event for event, _ in owner]
+    for step in (names[:5], names[5:]):
+        assert step.index("message sent") < step.index("mask selected") < step.index("masks sent")
+    assert [main for event, main in owner if event == "mask selected"] == [False, False]
+    assert all(main for event, main in owner + other if event != "mask selected")
+
+
+def test_what_goes_wrong_beside_the_message_is_raised(monkeypatch):
+    monkeypatch.setattr(grad_sync, "select_topk", lambda c, k: c[k:].no_such_attribute)
+    params, optimizer = build(torch.float32, {"density": 0.1})
+    set_gradients(params, 1, torch.float32)
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        optimizer.step()
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest storage that an operation returned and no earlier one had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        result = func(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(result):
+            if torch.is_tensor(t) and t.untyped_storage().data_ptr() not in known:
+                self.nbytes = max(self.nbytes, t.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"second_moment": "row", "clip": "local", "mask": "random"}, {"mask": "cyclic"}], ids=str
+)
+def test_no_temporary_is_larger_than_one_tensor(options, monkeypatch):
+    monkeypatch.setattr(grad_sync.SideLane, "start", lambda self, work: setattr(self, "_pending", work()))
+    monkeypatch.setattr(grad_sync.SideLane, "join", lambda self: self.__dict__.pop("_pending", None) or [])
+    params = [torch.nn.Parameter(torch.randn(100, 100)) for _ in range(12)]
+    optimizer = ScapeAdamS(params, density=0.05, max_grad_norm=1.0, **options)
+    for t in range(3):
+        for p in params:
+            p.grad = torch.randn(100, 100)
+        with LargestAllocation() as largest:
+            optimizer.step()
+        # the first step sends everything, so its message is as large as the model
+        assert t == 0 or 0 < largest.nbytes <= params[0].numel() * 4

@@ -442,6 +442,32 @@ def test_offloaded_residuals_change_nothing(pool, values):
     assert pool.run(2, offloaded, values) == [True, True]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual_device", [None, "cpu"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cuda_equals_cpu(variant, residual_device):
+    """One rank on each device: the same masks, and weights to rounding."""
+    options = VARIANTS[variant] | {"residual_device": residual_device}
+    params, optimizer = build(torch.float32, options)
+    on_device = [p.detach().cuda() for p in params]
+    twins, other = build(torch.float32, options, on_device)
+    for t in range(1, 9):
+        set_gradients(params, t, torch.float32)
+        for p, q in zip(params, twins, strict=True):
+            q.grad = None if p.grad is None else p.grad.cuda()
+        optimizer.step()
+        other.step()
+        ours, theirs = masks_now(params, optimizer), other._engine.masks.masks
+        for slot in other._engine.sparse:
+            i = next(i for i, q in enumerate(twins) if q is slot.param)
+            mask = torch.zeros(slot.numel, dtype=torch.bool, device="cuda")
+            theirs[slot.index].resolve(mask.device).put_(mask, True)
+            assert torch.equal(mask.view(SHAPES[i]).cpu(), ours[i])
+    assert distance([q.detach().cpu() for q in twins], [p.detach() for p in params]) <= 3e-6
+    residuals = [state["residual"] for state in other.state.values() if "residual" in state]
+    assert {r.device.type for r in residuals} == {residual_device or "cuda"}
+
+
 # -- parameters of every kind ------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,7 @@ def test_rehearsal_trains_records_and_resumes(study):
     for line in lines:
         assert line["finished"] and line["steps_done"] == (6 if line["config"]["label"] == "start" else 4)
         assert line["val"][-1][1] == line["final"] < line["val"][0][1]
-        assert not line["overlap"] or 0 < line["overlap"][-1][1] <= 1
+        assert not line["overlap"] or 0 < line["overlap"][-1][1] < 1
     trained = [line for line in lines if line["config"]["start"]]
     assert all(line["val"][0][1] == pytest.approx(lines[0]["final"], abs=1e-6) for line in trained)
     assert len(study("--preset", "rehearsal", "--only", only, "--set", "steps=4")) == len(lines)

@@ -14,7 +14,7 @@ from hf_taco_scape.collectives.sparse import PackedMessage, group_rank, group_si
 from hf_taco_scape.sync.density import DensitySchedule
 from hf_taco_scape.sync.mask import EncodedMask, assign_owners, select_topk
 from hf_taco_scape.sync.mask_exchange import MaskExchange
-from hf_taco_scape.sync.norms import clip_coefficient, model_norm
+from hf_taco_scape.sync.norms import clip_coefficient, model_norm, norm_weights
 from hf_taco_scape.sync.side_lane import SideLane
 from hf_taco_scape.sync.slot import Slot
 from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, row_square_sums
@@ -53,6 +53,7 @@ class GradSync:
         self.world, self.rank = group_size(group), group_rank(group)
         self.device = slots[0].param.device
         self.masks = MaskExchange(self.sparse, schedule, kind=mask, seed=seed, group=group, meter=meter)
+        self._norm_weights = norm_weights(slots, self.device)
         self._lane = SideLane(self.device)
         self._agree_over_tp()
 
@@ -204,7 +205,7 @@ class GradSync:
         return torch.linalg.vector_norm(grad, dtype=self.state_dtype)
 
     def _local_norm(self, max_norm, inverse_scale) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = model_norm([self._norm_of(s.grad) for s in self.slots], self.slots, self.tp_group)
+        norm = model_norm([self._norm_of(s.grad) for s in self.slots], self.tp_group, self._norm_weights)
         if inverse_scale is not None:
             norm = norm * inverse_scale.to(norm.dtype)
         return norm, torch.ones_like(norm) if max_norm is None else clip_coefficient(norm, max_norm)
@@ -217,7 +218,7 @@ class GradSync:
                 norms.append(self._norm_of(decoded_grad(self.mean_of(s), s.momentum, self.masks.selection_of(s), b1)))
             else:
                 norms.append(self._norm_of(self.dense_mean(s)))
-        self.norm = model_norm(norms, self.slots, self.tp_group)
+        self.norm = model_norm(norms, self.tp_group, self._norm_weights)
         if max_norm is not None:
             self.coefficient = clip_coefficient(self.norm, max_norm)
             self.clipped = (self.coefficient < 1).to(torch.float32)

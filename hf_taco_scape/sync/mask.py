@@ -68,7 +68,8 @@ def select_topk(x: torch.Tensor, k: int) -> torch.Tensor:
     chosen = bits > threshold
     tied = bits == threshold
     room = k - chosen.sum()
-    return chosen.logical_or_(tied.logical_and_(tied.cumsum(0) <= room))
+    place = tied.cumsum(0, dtype=torch.int32 if x.numel() < 2**31 else torch.int64)
+    return chosen.logical_or_(tied.logical_and_(place <= room))
 
 
 class FullSelection:

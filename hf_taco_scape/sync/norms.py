@@ -9,11 +9,18 @@ from hf_taco_scape.sync.slot import Slot
 NORM_EPS = 1e-6
 
 
-def model_norm(norms: list[torch.Tensor], slots: list[Slot], tp_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The norm over all tensors from one norm (0-dim) a slot; over tp, what several ranks hold counts once."""
-    weights = [1.0 if tp_group is None else 1 / slot.layout.copies for slot in slots]
+def norm_weights(slots: list[Slot], device: torch.device) -> torch.Tensor:
+    """fp64 [slots]: the share of each slot's squared norm that this tp rank contributes, 1/copies."""
+    return torch.tensor([1 / slot.layout.copies for slot in slots], dtype=torch.float64, device=device)
+
+
+def model_norm(
+    norms: list[torch.Tensor], tp_group: dist.ProcessGroup | None = None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The norm over all tensors from one norm (0-dim) each; over tp, `norm_weights` count what ranks share once."""
     stacked = torch.stack(norms)
-    square = (stacked.double().square() * torch.tensor(weights, device=stacked.device)).sum()
+    squares = stacked.double().square()
+    square = squares.sum() if tp_group is None else (squares * weights).sum()
     if tp_group is not None:
         # added in rank order here: an all-reduce may add in another order in another group
         parts = square.new_empty(dist.get_world_size(tp_group))

@@ -28,6 +28,7 @@ from .scape import bind_optimizer, merge_for_other_dp_size
 from .sync import ScapeAdamS
 from .sync.amp import unscale_and_share
 from .sync.dense import average_gradients, gradient_norm, sum_partial_gradients
+from .sync.overlap import OverlappedAverage
 from .training_args import TacoScapeOptions, check_launch
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class TacoScapeAccelerator(Accelerator):
         self._splits: dict = {}
         self._scape: ScapeAdamS | None = None
         self._scape_norm: torch.Tensor | None = None
+        self._overlap: OverlappedAverage | None = None
 
     # ---- the data-parallel view
     @property
@@ -207,7 +209,22 @@ class TacoScapeAccelerator(Accelerator):
     def backward(self, loss, **kwargs) -> None:
         # set here and cleared by the sync, not by the optimizer's step: a step skipped for fp16 overflow keeps nothing
         self._dirty = True
+        if self.dims.dp_size > 1 and self._scape is None and self.sync_gradients:
+            self._overlapped().arm()
         super().backward(loss, **kwargs)
+
+    def _overlapped(self) -> OverlappedAverage:
+        """Averages everything but tp-partial gradients, whose sum over tp comes first."""
+        trainable = [p for p in self._model_parameters() if p.requires_grad and not self._is_partial(p)]
+        if self._overlap is None or [id(p) for p in self._overlap.parameters] != [id(p) for p in trainable]:
+            if self._overlap is not None:
+                self._overlap.remove()
+            self._overlap = OverlappedAverage(trainable, self.dims.dp_group, self.dp_meter)
+        return self._overlap
+
+    def _is_partial(self, parameter: nn.Parameter) -> bool:
+        split = self._splits.get(parameter)
+        return split is not None and split.partial
 
     def sync_gradients_once(self, max_norm: float | None = None) -> torch.Tensor | None:
         """Synchronise the gradients of a step; does nothing if that is done already.
@@ -218,20 +235,20 @@ class TacoScapeAccelerator(Accelerator):
         if not self._dirty:
             return self._scape_norm
         self._dirty, self._scape_norm = False, None
-        if self.dims.tp_size > 1:
-            summed = [
-                (p, s.shard, self.dims.tp_rank)
-                for p, s in ((p, self._splits.get(p)) for p in self._model_parameters())
-                if s is not None and s.partial
-            ]
+        partial = [p for p in self._model_parameters() if p.requires_grad and self._is_partial(p)]
+        if partial:
+            summed = [(p, self._splits[p].shard, self.dims.tp_rank) for p in partial]
             sum_partial_gradients(summed, self.dims.tp_group)
         if self._scape is not None:
             self._scape_norm = self._scape.sync(max_norm, scaler=self.scaler)
             return self._scape_norm
+        if self.dims.dp_size > 1:
+            if partial:
+                average_gradients(partial, self.dims.dp_group, self.dp_meter)
+            overlapped = self._overlapped()
+            overlapped.arm_if_needed()
+            overlapped.finish()
         self.unscale_gradients()
-        parameters = [p for p in self._model_parameters() if p.requires_grad]
-        if self.dims.dp_size > 1 and parameters:
-            average_gradients(parameters, self.dims.dp_group, self.dp_meter)
         return None
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
@@ -295,6 +312,9 @@ class TacoScapeAccelerator(Accelerator):
 
     def free_memory(self, *objects):
         self._scape, self._splits = None, {}
+        if self._overlap is not None:
+            self._overlap.remove()
+            self._overlap = None
         return super().free_memory(*objects)
 
     def save_state(self, output_dir=None, safe_serialization: bool = True, **kwargs):

@@ -220,14 +220,18 @@ def _overflow(tp_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]
-    accelerator.backward(model(**tiny.batch(2, 0)).loss)
+    loss = model(**tiny.batch(2, 0)).loss
     if dist.get_rank() == 1:
-        next(p for p in model.parameters() if p.grad is not None).grad[0] = float("inf")
+        # inf on its way back into one parameter of this rank only
+        poison = next(iter(model.parameters())).register_hook(lambda grad: grad + float("inf"))
+    accelerator.backward(loss)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     skipped = optimizer.step_was_skipped
     optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        poison.remove()
     accelerator.backward(model(**tiny.batch(2, 0)).loss)
     optimizer.step()  # a loop that does not clip
     moved = not torch.equal(before[0], next(iter(model.parameters())))

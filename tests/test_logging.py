@@ -5,15 +5,15 @@ import logging
 import pytest
 import training
 
-# bytes of the messages of one optimizer step: 2 layers x 2 blocks x (forward + backward), 8 rows of 16 tokens, hidden 64
+# messages of one optimizer step: 2 layers x 2 blocks x (forward + backward), each 8 rows of 16 tokens, hidden 64
 NUMEL = 8 * 16 * 64
 MESSAGES = 2 * 2 * 2
 
 
 def _train(folder, tp_size, codec, accumulation=1, **changes):
     args = training.arguments(
-        tp_size, folder, tp_codec=codec, max_steps=4, report_to=["tensorboard"], gradient_accumulation_steps=accumulation,
-        **changes,
+        tp_size, folder, tp_codec=codec, max_steps=4, report_to=["tensorboard"],
+        gradient_accumulation_steps=accumulation, **changes,
     )  # fmt: skip
     built, recorder = training.trainer("llama", args)
     built.train()

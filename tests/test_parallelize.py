@@ -328,7 +328,8 @@ def _refuse_adapters_and_codecs():
     with pytest.raises(ValueError, match="morse"):
         parallelize(tiny.build("qwen2"), dist.group.WORLD, "morse")
     with pytest.raises(ValueError, match="opt"):
-        parallelize(tf.OPTForCausalLM(tf.OPTConfig(hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2, vocab_size=20, word_embed_proj_dim=16)), dist.group.WORLD)  # fmt: skip
+        sizes = dict(hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2, word_embed_proj_dim=16)
+        parallelize(tf.OPTForCausalLM(tf.OPTConfig(vocab_size=20, **sizes)), dist.group.WORLD)
     return True
 
 

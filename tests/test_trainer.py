@@ -80,18 +80,18 @@ def _with_replicas_counted_per_rank():
 
 
 def _with_summed_dp_gradients():
-    original = accelerator_module.average_gradients
+    class Summed(accelerator_module.OverlappedAverage):
+        def finish(self):
+            armed = self._armed
+            super().finish()
+            for p in self.parameters:
+                p.grad.mul_(2 if armed else 1)
 
-    def summed(parameters, group, meter=None):
-        original(parameters, group, meter)
-        for p in parameters:
-            p.grad.mul_(2)
-
-    accelerator_module.average_gradients = summed
+    accelerator_module.OverlappedAverage = Summed
 
 
 def _run_mutant(mutate, *args, **kwargs):
-    names = ("sum_partial_gradients", "gradient_norm", "average_gradients")
+    names = ("sum_partial_gradients", "gradient_norm", "OverlappedAverage")
     kept = {name: getattr(accelerator_module, name) for name in names}
     mutate()
     try:

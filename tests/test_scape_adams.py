@@ -153,6 +153,15 @@ def test_resume_is_bit_for_bit(pool, tmp_path, dtype, values):
     assert pool.run(2, resume_all, str(tmp_path), dtype, values) == [[True] * 4] * 2
 
 
+def test_a_fresh_state_loads_into_itself():
+    """What accelerate does when it prepares an optimizer."""
+    p, optimizer = one_matrix()
+    optimizer.load_state_dict(optimizer.state_dict())
+    p.grad = torch.ones(9, 7)
+    optimizer.step()
+    assert optimizer.step_count == 1 and optimizer.state[p]["momentum"].any()
+
+
 def keep(steps):
     params, optimizer = build(torch.float32, VARIANTS["paper"])
     for t in range(1, steps + 1):
@@ -207,9 +216,9 @@ def state_of(params, optimizer):
     return tensors + [v.clone() for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
 
 
-def scaled_training(route, overflow_on):
+def scaled_training(route, overflow_on, variant="paper"):
     """Six fp16 steps; at the fourth, rank `overflow_on`'s gradient is infinite."""
-    options = {**VARIANTS["paper"], "max_grad_norm": 180.0 if route == "step" else None}
+    options = {**VARIANTS[variant], "max_grad_norm": 180.0 if route == "step" else None}
     params, optimizer = build(torch.float32, options)
     plain, reference = build(torch.float32, options)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -249,6 +258,8 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_all(pool, overflow_on):
     scales = pool.run(2, scaled_training, "sync", overflow_on)
     assert scales == [2.0**10 if overflow_on is None else 2.0**9] * 2  # one loss scale, halved once
     pool.run(2, scaled_training, "step", overflow_on)
+    # a rank's own norm is that of the unscaled gradient
+    pool.run(2, scaled_training, "step", overflow_on, "row_local")
 
 
 def overflow_after_unannounced_sync():

@@ -1,8 +1,10 @@
 """Chooses how a tensor-parallel message travels, from shape, dtype and start-up facts only: all ranks agree."""
 
+import itertools
 import logging
 import statistics
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ NEVER = 2**62  # a min_bytes that no message reaches: everything travels uncompr
 
 _PROBE_BYTES = [2**e for e in (24, 22, 20, 18, 16, 14)]
 _PROBE_REPEATS = 5
+
+_COMMUNICATORS: weakref.WeakValueDictionary[int, "Communicator"] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 class Communicator:
@@ -37,12 +42,16 @@ class Communicator:
         self.meter = ByteMeter()
         self._dense = get_codec("none")
         self._sampler = _ErrorSampler()
+        self._number = next(_NUMBERS)
+        _COMMUNICATORS[self._number] = self
 
     def __deepcopy__(self, memo):
         return self  # process groups cannot be copied, and a copied model talks to the same peers
 
     def all_reduce(self, x: torch.Tensor, backward: bool = False) -> torch.Tensor:
         """Sum `x` (any shape) over the group into a new tensor, the same bits on every rank."""
+        if torch.compiler.is_compiling():
+            return _opaque_all_reduce(x, self._number, backward)
         codec = self.codec_backward if backward else self.codec
         if x.numel() * x.element_size() < self.min_bytes:
             codec = self._dense
@@ -57,6 +66,17 @@ class Communicator:
     def error_samples(self) -> dict[str, float]:
         """Relative L2 error of the last sampled messages by direction; synchronises with the device."""
         return {name: float(error) for name, error in self._sampler.errors.items()}
+
+
+@torch.library.custom_op("hf_taco_scape::tp_all_reduce", mutates_args=())
+def _opaque_all_reduce(x: torch.Tensor, communicator: int, backward: bool) -> torch.Tensor:
+    """What torch.compile sees of `Communicator.all_reduce`: one operator that it neither traces nor splits at."""
+    return _COMMUNICATORS[communicator].all_reduce(x, backward)
+
+
+@_opaque_all_reduce.register_fake
+def _(x: torch.Tensor, communicator: int, backward: bool) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 class _ErrorSampler:

@@ -6,6 +6,7 @@ are summed once per optimizer step, at clipping or right before the step. Everyt
 (`is_main_process`, `state`) keeps the real world.
 """
 
+import atexit
 import logging
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from . import hooks as _hooks  # noqa: F401  checks the hooks below at import
 from .collectives.dispatch import agree_on_largest
 from .collectives.meter import ByteMeter
 from .parallel import ParallelDims, gather_state_dict, parallelize, split_state
+from .parallel.heartbeat import Heartbeat
 from .parallel.model import group_device, parameter_splits
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states
 from .parallel.replicas import differing_tensors
@@ -77,6 +79,7 @@ class TacoScapeAccelerator(Accelerator):
         self._scape: ScapeAdamS | None = None
         self._scape_norm: torch.Tensor | None = None
         self._overlap: OverlappedAverage | None = None
+        self._heartbeat: Heartbeat | None = None
 
     # ---- the data-parallel view
     @property
@@ -211,6 +214,7 @@ class TacoScapeAccelerator(Accelerator):
         self._dirty = True
         if self.dims.dp_size > 1 and self._scape is None and self.sync_gradients:
             self._overlapped().arm()
+        self.start_heartbeat()
         super().backward(loss, **kwargs)
 
     def _overlapped(self) -> OverlappedAverage:
@@ -232,16 +236,18 @@ class TacoScapeAccelerator(Accelerator):
         tp-partial ones are summed over tp first. Then `dp_sync dense` averages over dp; under `scape` the optimizer
         does the exchange, clips to `max_norm` where given, and its norm is returned (also by later calls).
         """
-        if not self._dirty:
-            return self._scape_norm
-        self._dirty, self._scape_norm = False, None
+        if self._dirty:
+            self._dirty = False
+            self._scape_norm = self._sync(max_norm)
+        return self._scape_norm
+
+    def _sync(self, max_norm: float | None) -> torch.Tensor | None:
         partial = [p for p in self._model_parameters() if p.requires_grad and self._is_partial(p)]
         if partial:
             summed = [(p, self._splits[p].shard, self.dims.tp_rank) for p in partial]
             sum_partial_gradients(summed, self.dims.tp_group)
         if self._scape is not None:
-            self._scape_norm = self._scape.sync(max_norm, scaler=self.scaler)
-            return self._scape_norm
+            return self._scape.sync(max_norm, scaler=self.scaler)
         if self.dims.dp_size > 1:
             if partial:
                 average_gradients(partial, self.dims.dp_group, self.dp_meter)
@@ -250,6 +256,28 @@ class TacoScapeAccelerator(Accelerator):
             overlapped.finish()
         self.unscale_gradients()
         return None
+
+    def start_heartbeat(self) -> Heartbeat | None:
+        """Watch the other ranks from now on, so that one that dies is named (parallel/heartbeat.py); once.
+
+        The first `backward` does it. It ends with `end_training`, or with the process.
+        """
+        if self._heartbeat is None and self.options.heartbeat_timeout and self.state.num_processes > 1:
+            self._heartbeat = Heartbeat(self.options.heartbeat_timeout)
+            self._heartbeat.explain_uncaught()
+            atexit.register(self._heartbeat.stop)
+        return self._heartbeat
+
+    def stop_heartbeat(self, finished: bool = True) -> None:
+        """Tell the other ranks that this one has finished (or fall silent); `start_heartbeat` starts anew."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop(finished)
+            atexit.unregister(self._heartbeat.stop)
+            self._heartbeat = None
+
+    def end_training(self) -> None:
+        self.stop_heartbeat()
+        super().end_training()
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Synchronise, then clip by the norm of the whole model's gradient; returns that norm, equal on all ranks."""

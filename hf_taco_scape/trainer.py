@@ -16,7 +16,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .accelerator import TacoScapeAccelerator
 from .parallel import ParallelDims, gather_state_dict, split_state
-from .parallel.heartbeat import Heartbeat
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states, saved_tp_size
 from .scape import merge_for_other_dp_size, optimizer_class_and_arguments, scape_figures
 from .training_args import TacoScapeArguments
@@ -92,17 +91,15 @@ class TacoScapeTrainer(Trainer):
 
     # ---- training
     def train(self, resume_from_checkpoint=None, **kwargs):
-        heartbeat = self._start_heartbeat()
+        heartbeat = self.accelerator.start_heartbeat()
+        finished = False
         try:
             with heartbeat.explain() if heartbeat else contextlib.nullcontext():
-                return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            finished = True
+            return output
         finally:
-            if heartbeat:
-                heartbeat.stop()
-
-    def _start_heartbeat(self) -> Heartbeat | None:
-        wanted = self.args.heartbeat_timeout and dist.is_initialized() and dist.get_world_size() > 1
-        return Heartbeat(self.args.heartbeat_timeout) if wanted else None
+            self.accelerator.stop_heartbeat(finished)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 _EXIT_CODE = 70
+_START_FACTOR = 5  # a rank may reach its first beat much later than another: data preparation, compilation
 _KEY = "hf_taco_scape/heartbeat"
 
 
@@ -43,12 +44,14 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Say goodbye: the others must not take a finished rank for a dead one."""
+    def stop(self, finished: bool = True) -> None:
+        """Stop beating. A finished rank says goodbye, so that nobody takes it for dead; a failed one does not."""
         if self._stop.is_set():
             return
         self._stop.set()
         self._thread.join(timeout=self._interval_s + 1)
+        if not finished:
+            return
         try:
             self._store.set(self._beat_key(self.rank), "done")
         except RuntimeError:
@@ -60,16 +63,33 @@ class Heartbeat:
         try:
             yield
         except RuntimeError as error:
-            # the others may notice the closed connection long before the beats are overdue
-            deadline = time.monotonic() + self.timeout_s + 2 * self._interval_s
-            while self._lost_connection(error) and self._dead is None and time.monotonic() < deadline:
-                time.sleep(self._interval_s / 4)
-            if self._dead is not None:
-                raise RuntimeError(self._dead) from error
-            raise
+            name = self._who_died(error)
+            if name is None:
+                raise
+            raise RuntimeError(name) from error
+
+    def explain_uncaught(self) -> None:
+        """The same for errors that end the program: the name is printed below the traceback."""
+        print_traceback = sys.excepthook
+
+        def hook(kind, error, traceback):
+            print_traceback(kind, error, traceback)
+            name = None if self._stop.is_set() else self._who_died(error)
+            if name is not None:
+                print(f"hf_taco_scape: {name}", file=sys.stderr, flush=True)
+            self.stop(finished=False)
+
+        sys.excepthook = hook
+
+    def _who_died(self, error: BaseException) -> str | None:
+        """The dead rank, if `error` looks like a lost connection: seen at once by gloo, by the beats only later."""
+        deadline = time.monotonic() + self.timeout_s + 2 * self._interval_s
+        while self._lost_connection(error) and self._dead is None and time.monotonic() < deadline:
+            time.sleep(self._interval_s / 4)
+        return self._dead
 
     @staticmethod
-    def _lost_connection(error: RuntimeError) -> bool:
+    def _lost_connection(error: BaseException) -> bool:
         text = str(error).lower()
         return any(word in text for word in ("connection closed", "connection reset", "gloo", "timed out", "nccl"))
 
@@ -83,7 +103,8 @@ class Heartbeat:
             except RuntimeError:
                 return  # the store went away: the launcher is taking the run down
             if overdue is not None and self._dead is None:
-                name = self._store.get(self._name_key(overdue)).decode()
+                key = self._name_key(overdue)
+                name = self._store.get(key).decode() if self._store.check([key]) else "never started"
                 self._dead = (
                     f"rank {overdue} ({name}) has given no sign of life for {self.timeout_s:.0f} s: it died or is "
                     "stuck; see its own output. (heartbeat_timeout sets the limit)"
@@ -100,7 +121,7 @@ class Heartbeat:
             new = self._store.get(key).decode() if self._store.check([key]) else None
             if new != beat or new == "done":
                 self._last_seen[rank] = (new, now)
-            elif now - since > self.timeout_s:
+            elif now - since > self.timeout_s * (1 if beat is not None else _START_FACTOR):
                 return rank
         return None
 

@@ -20,17 +20,14 @@ from torch import nn
 
 from . import hooks as _hooks  # noqa: F401  checks the hooks below at import
 from .collectives.dispatch import agree_on_largest
-from .collectives.meter import ByteMeter
+from .gradients import StepGradients
 from .parallel import ParallelDims, gather_state_dict, parallelize, split_state
 from .parallel.heartbeat import Heartbeat
-from .parallel.model import group_device, parameter_splits
+from .parallel.model import group_device
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states
-from .parallel.replicas import differing_tensors
-from .scape import bind_optimizer, merge_for_other_dp_size
+from .scape import merge_for_other_dp_size
 from .sync import ScapeAdamS
 from .sync.amp import unscale_and_share
-from .sync.dense import average_gradients, gradient_norm, sum_partial_gradients
-from .sync.overlap import OverlappedAverage
 from .training_args import TacoScapeOptions, check_launch
 
 logger = logging.getLogger(__name__)
@@ -72,13 +69,8 @@ class TacoScapeAccelerator(Accelerator):
 
     def _attach(self, dims: ParallelDims, options: TacoScapeOptions) -> None:
         self.dims, self.options = dims, options
-        self.dp_meter = ByteMeter()
-        self._dirty = False
+        self.gradients = StepGradients(dims)
         self._steps = 0
-        self._splits: dict = {}
-        self._scape: ScapeAdamS | None = None
-        self._scape_norm: torch.Tensor | None = None
-        self._overlap: OverlappedAverage | None = None
         self._heartbeat: Heartbeat | None = None
 
     # ---- the data-parallel view
@@ -181,20 +173,15 @@ class TacoScapeAccelerator(Accelerator):
         self.split(model)
         # evaluation_mode: place, autocast and compile, but no DistributedDataParallel
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        self._splits |= parameter_splits(model)
-        if self.dims.dp_size > 1 and not evaluation_mode:
-            with torch.no_grad():
-                for tensor in [*model.parameters(), *model.buffers()]:
-                    dist.broadcast(tensor, group=self.dims.dp_group, group_src=0)
+        self.gradients.add_model(model)
+        if not evaluation_mode:
+            self.gradients.share_weights(model)
         return prepared
 
     def prepare_optimizer(self, optimizer, device_placement=None):
         raw = _unwrap(optimizer)
         if isinstance(raw, ScapeAdamS):
-            if self._scape not in (None, raw):
-                raise ValueError("one ScapeAdamS an accelerator: put all parameters into its groups")
-            bind_optimizer(raw, self.dims, self._models, self.dp_meter)
-            self._scape = raw
+            self.gradients.use_scape(raw)
         elif self.options.dp_sync == "scape":
             raise ValueError(
                 f"dp_sync scape needs the optimizer ScapeAdamS, which does the exchange; got {type(raw).__name__}"
@@ -210,52 +197,13 @@ class TacoScapeAccelerator(Accelerator):
 
     # ---- gradients
     def backward(self, loss, **kwargs) -> None:
-        # set here and cleared by the sync, not by the optimizer's step: a step skipped for fp16 overflow keeps nothing
-        self._dirty = True
-        if self.dims.dp_size > 1 and self._scape is None and self.sync_gradients:
-            self._overlapped().arm()
+        self.gradients.before_backward(last=self.sync_gradients)
         self.start_heartbeat()
         super().backward(loss, **kwargs)
 
-    def _overlapped(self) -> OverlappedAverage:
-        """Averages everything but tp-partial gradients, whose sum over tp comes first."""
-        trainable = [p for p in self._model_parameters() if p.requires_grad and not self._is_partial(p)]
-        if self._overlap is None or [id(p) for p in self._overlap.parameters] != [id(p) for p in trainable]:
-            if self._overlap is not None:
-                self._overlap.remove()
-            self._overlap = OverlappedAverage(trainable, self.dims.dp_group, self.dp_meter)
-        return self._overlap
-
-    def _is_partial(self, parameter: nn.Parameter) -> bool:
-        split = self._splits.get(parameter)
-        return split is not None and split.partial
-
     def sync_gradients_once(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Synchronise the gradients of a step; does nothing if that is done already.
-
-        tp-partial ones are summed over tp first. Then `dp_sync dense` averages over dp; under `scape` the optimizer
-        does the exchange, clips to `max_norm` where given, and its norm is returned (also by later calls).
-        """
-        if self._dirty:
-            self._dirty = False
-            self._scape_norm = self._sync(max_norm)
-        return self._scape_norm
-
-    def _sync(self, max_norm: float | None) -> torch.Tensor | None:
-        partial = [p for p in self._model_parameters() if p.requires_grad and self._is_partial(p)]
-        if partial:
-            summed = [(p, self._splits[p].shard, self.dims.tp_rank) for p in partial]
-            sum_partial_gradients(summed, self.dims.tp_group)
-        if self._scape is not None:
-            return self._scape.sync(max_norm, scaler=self.scaler)
-        if self.dims.dp_size > 1:
-            if partial:
-                average_gradients(partial, self.dims.dp_group, self.dp_meter)
-            overlapped = self._overlapped()
-            overlapped.arm_if_needed()
-            overlapped.finish()
-        self.unscale_gradients()
-        return None
+        """Synchronise the gradients of a step; does nothing if that is done already (see StepGradients.sync)."""
+        return self.gradients.sync(max_norm, self.scaler, self.unscale_gradients)
 
     def start_heartbeat(self) -> Heartbeat | None:
         """Watch the other ranks from now on, so that one that dies is named (parallel/heartbeat.py); once.
@@ -281,56 +229,34 @@ class TacoScapeAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Synchronise, then clip by the norm of the whole model's gradient; returns that norm, equal on all ranks."""
-        parameters = list(parameters)
-        if norm_type != 2 and (self.dims.tp_size > 1 or self._scape is not None):
+        parameters, scape = list(parameters), self.gradients.scape is not None
+        if norm_type != 2 and (self.dims.tp_size > 1 or scape):
             raise ValueError(f"tp_size > 1 and dp_sync scape clip by the L2 norm only, got norm_type {norm_type}")
-        scape_norm = self.sync_gradients_once(max_norm)
-        if scape_norm is not None:
-            return scape_norm
-        if self.dims.tp_size == 1:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        weights = {p: 1 / s.copies for p, s in self._splits.items() if s.shard is not None}
-        norm = gradient_norm(parameters, weights, self.dims.tp_group)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        norm = self.sync_gradients_once(max_norm)
+        return norm if scape else self.gradients.clip(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
-        if self._scape is not None:
+        if self.gradients.scape is not None:
             raise ValueError("dp_sync scape clips by norm only: gradients are never averaged on their own")
         self.sync_gradients_once()
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer=None) -> None:
         """fp16: unscale each optimizer's gradients once, and let an overflow on any rank be one on all of them."""
-        if self.scaler is None or self._scape is not None:  # ScapeAdamS unscales by itself, before it exchanges
+        if (
+            self.scaler is None or self.gradients.scape is not None
+        ):  # ScapeAdamS unscales by itself, before it exchanges
             return
         optimizers = self._optimizers if optimizer is None else optimizer
         for wrapped in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             unscale_and_share(self.scaler, _unwrap(wrapped), self.device, self.dims.wide_groups())
-
-    def _model_parameters(self) -> list[nn.Parameter]:
-        return list(dict.fromkeys(p for model in self._models for p in model.parameters()))
 
     def after_step(self) -> None:
         """Count an optimizer step and compare replicas where the options ask for it."""
         self._steps += 1
         every = self.options.check_replicas
         if every and self._steps % every == 0:
-            self.compare_replicas()
-
-    def compare_replicas(self) -> None:
-        """RuntimeError that names the first parameter whose copies are not the same bits; collective over all."""
-        for model in self._models:
-            named = list(model.named_parameters())
-            whole = [(n, p) for n, p in named if p not in self._splits or self._splits[p].shard is None]
-            for axis, group, tensors in (("tp", self.dims.tp_group, whole), ("dp", self.dims.dp_group, named)):
-                if group in self.dims.wide_groups():
-                    wrong = differing_tensors(tensors, group, group_device(group))
-                    if wrong:
-                        raise RuntimeError(
-                            f"replicas have drifted apart after {self._steps} steps: {wrong[0]} "
-                            f"({len(wrong)} tensors) is not the same on all {axis} ranks"
-                        )
+            self.gradients.compare_replicas(self._steps)
 
     # ---- checkpoints of own loops
     def get_state_dict(self, model, unwrap: bool = True):
@@ -339,15 +265,12 @@ class TacoScapeAccelerator(Accelerator):
         return gather_state_dict(self.unwrap_model(model) if unwrap else model, keep=self.is_local_main_process)
 
     def free_memory(self, *objects):
-        self._scape, self._splits = None, {}
-        if self._overlap is not None:
-            self._overlap.remove()
-            self._overlap = None
+        self.gradients.forget()
         return super().free_memory(*objects)
 
     def save_state(self, output_dir=None, safe_serialization: bool = True, **kwargs):
         """accelerate's save_state with whole weights in one file and optimizer state for each rank with its own."""
-        if self.dims.tp_size == 1 and self._scape is None:
+        if self.dims.tp_size == 1 and self.gradients.scape is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         optimizers, self._optimizers = self._optimizers, []
         try:
@@ -355,12 +278,12 @@ class TacoScapeAccelerator(Accelerator):
         finally:
             self._optimizers = optimizers
         states = [optimizer.state_dict() for optimizer in optimizers]
-        save_optimizer_states(Path(location), states, self.dims, per_dp_rank=self._scape is not None)
+        save_optimizer_states(Path(location), states, self.dims, per_dp_rank=self.gradients.scape is not None)
         self.wait_for_everyone()
         return location
 
     def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
-        if self.dims.tp_size == 1 and self._scape is None:
+        if self.dims.tp_size == 1 and self.gradients.scape is None:
             return super().load_state(input_dir, load_kwargs, **kwargs)
         if input_dir is None:
             raise ValueError("load_state needs the folder's name with tp_size > 1 or ScapeAdamS")

@@ -110,7 +110,7 @@ class TacoScapeTrainer(Trainer):
         """Bytes this rank sent since the last log, dense and as sent, and the codecs' sampled relative error."""
         figures = {}
         state = split_state(self.model)
-        meters = {"tp": state.comm.meter if state else None, "dp": self.accelerator.dp_meter}
+        meters = {"tp": state.comm.meter if state else None, "dp": self.accelerator.gradients.meter}
         for axis, meter in meters.items():
             if meter is None or not meter.calls:
                 continue

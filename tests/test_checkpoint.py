@@ -194,7 +194,7 @@ def _replicas(codec, steps):
     built.train()
     error = recorder.column("tp_codec_error_forward")
     assert codec == "none" or error[-1] > 0, "the codec did not run"
-    split = {id(p) for p, s in built.accelerator._splits.items() if s.shard is not None}
+    split = {id(p) for p, s in built.accelerator.gradients.splits.items() if s.shard is not None}
     return {n: p.detach().clone() for n, p in built.model.named_parameters() if id(p) not in split}
 
 

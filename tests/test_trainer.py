@@ -5,7 +5,7 @@ import functools
 import pytest
 import training
 
-import hf_taco_scape.accelerator as accelerator_module
+import hf_taco_scape.gradients as gradients_module
 
 WORLDS = [(1, 2), (2, 1), (2, 2)]  # (tp, dp)
 CASES = {
@@ -56,49 +56,49 @@ def test_bf16_with_recomputation_stays_close(pool, reference, family):
 
 
 def _without_partial_sum():
-    accelerator_module.sum_partial_gradients = lambda entries, group: None
+    gradients_module.sum_partial_gradients = lambda entries, group: None
 
 
 def _with_doubled_partial_sum():
-    original = accelerator_module.sum_partial_gradients
-    accelerator_module.sum_partial_gradients = lambda entries, group: (
+    original = gradients_module.sum_partial_gradients
+    gradients_module.sum_partial_gradients = lambda entries, group: (
         original(entries, group),
         original(entries, group),
     )
 
 
 def _with_a_norm_per_rank():
-    original = accelerator_module.gradient_norm
-    accelerator_module.gradient_norm = lambda parameters, weights, group: original(parameters, weights, None)
+    original = gradients_module.gradient_norm
+    gradients_module.gradient_norm = lambda parameters, weights, group: original(parameters, weights, None)
 
 
 def _with_replicas_counted_per_rank():
-    original = accelerator_module.gradient_norm
-    accelerator_module.gradient_norm = lambda parameters, weights, group: original(
+    original = gradients_module.gradient_norm
+    gradients_module.gradient_norm = lambda parameters, weights, group: original(
         parameters, {**dict.fromkeys(parameters, 1.0), **weights}, group
     )
 
 
 def _with_summed_dp_gradients():
-    class Summed(accelerator_module.OverlappedAverage):
+    class Summed(gradients_module.OverlappedAverage):
         def finish(self):
             armed = self._armed
             super().finish()
             for p in self.parameters:
                 p.grad.mul_(2 if armed else 1)
 
-    accelerator_module.OverlappedAverage = Summed
+    gradients_module.OverlappedAverage = Summed
 
 
 def _run_mutant(mutate, *args, **kwargs):
     names = ("sum_partial_gradients", "gradient_norm", "OverlappedAverage")
-    kept = {name: getattr(accelerator_module, name) for name in names}
+    kept = {name: getattr(gradients_module, name) for name in names}
     mutate()
     try:
         return training.run(*args, **kwargs)
     finally:
         for name, function in kept.items():
-            setattr(accelerator_module, name, function)
+            setattr(gradients_module, name, function)
 
 
 @pytest.mark.parametrize(

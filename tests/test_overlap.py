@@ -12,10 +12,9 @@ from hf_taco_scape.sync.dense import average_gradients
 
 
 def _gradients(model, average, backwards=1, buckets=2**20):
-    overlap.BUCKET_BYTES, overlap.FIRST_BUCKET_BYTES = buckets, buckets // 4
     group, parameters = dist.group.WORLD, list(model.parameters())
     meter = ByteMeter()
-    sync = overlap.OverlappedAverage(parameters, group, meter) if average == "overlapped" else None
+    sync = overlap.OverlappedAverage(parameters, group, meter, buckets) if average == "overlapped" else None
     for step in range(2):  # buffers are used again
         model.zero_grad()
         for index in range(backwards):
@@ -48,9 +47,8 @@ def test_equals_averaging_afterwards(pool, world, backwards):
 
 
 def _sent_before_the_end():
-    overlap.BUCKET_BYTES = overlap.FIRST_BUCKET_BYTES = 2**12
     model = tiny.build("qwen3")
-    sync = overlap.OverlappedAverage(list(model.parameters()), dist.group.WORLD)
+    sync = overlap.OverlappedAverage(list(model.parameters()), dist.group.WORLD, bucket_bytes=2**12)
     seen = []
     last = model.model.layers[0].input_layernorm.weight
     last.register_post_accumulate_grad_hook(lambda p: seen.append(sync._next))
@@ -79,12 +77,11 @@ class _Odd(torch.nn.Module):
 
 
 def _odd(average):
-    overlap.BUCKET_BYTES = overlap.FIRST_BUCKET_BYTES = 16  # a bucket a parameter
     model = _Odd()
     parameters = list(model.parameters())
     x = torch.arange(4.0, requires_grad=True) + dist.get_rank()
     if average == "overlapped":
-        sync = overlap.OverlappedAverage(parameters, dist.group.WORLD)
+        sync = overlap.OverlappedAverage(parameters, dist.group.WORLD, bucket_bytes=1)  # a bucket a parameter
         sync.arm()
         model(x).backward()
         late = max(sync._arrivals)

@@ -14,7 +14,7 @@ from ..collectives.meter import ByteMeter, ring_all_reduce_bytes
 from .dense import average_gradients
 
 BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20  # small, so that the wire starts early
+FIRST_BUCKET_SHARE = 1 / 25  # of the others' size, so that the wire starts early
 
 
 @dataclass
@@ -31,12 +31,19 @@ class OverlappedAverage:
 
     Every rank passes the same parameters in the same order. A parameter with a gradient on some ranks only counts as
     zero on the others; one that got none anywhere keeps None. The same as `average_gradients(parameters, group)`.
+    `bucket_bytes` must be the same on all ranks.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], group, meter: ByteMeter | None = None) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        group,
+        meter: ByteMeter | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self.parameters, self.group, self.meter = parameters, group, meter
         self.ranks = dist.get_world_size(group)
-        self._buckets = _fill_buckets(parameters)
+        self._buckets = _fill_buckets(parameters, bucket_bytes)
         self._bucket_of = {place: (b, i) for b in self._buckets for i, place in enumerate(b.places)}
         self._armed = False
         self._handles = [
@@ -113,15 +120,15 @@ class OverlappedAverage:
             self.meter.add(sent, sent)
 
 
-def _fill_buckets(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
+def _fill_buckets(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
     """Buckets in reverse order of the parameters, about the order in which a backward makes their gradients."""
     buckets: list[list[int]] = []
-    size, limit, kind = 0, FIRST_BUCKET_BYTES, None
+    size, limit, kind = 0, 0, None
     for place in reversed(range(len(parameters))):
         parameter = parameters[place]
         same_kind = (parameter.dtype, parameter.device) == kind
         if not buckets or size >= limit or not same_kind:
-            limit = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
+            limit = bucket_bytes if buckets else bucket_bytes * FIRST_BUCKET_SHARE
             buckets.append([])
             size, kind = 0, (parameter.dtype, parameter.device)
         buckets[-1].append(place)

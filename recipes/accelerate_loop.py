@@ -19,7 +19,7 @@ from transformers import get_linear_schedule_with_warmup, set_seed
 import report
 from common import ModelArguments, accepts, load_model_and_tokenizer, parse_arguments, setup_logging
 from evaluate_downstream import DownstreamArguments, collect_questions, evaluate_questions
-from hf_taco_scape import TacoScapeAccelerator, save_pretrained
+from hf_taco_scape import ScapeAdamS, TacoScapeAccelerator, save_pretrained
 from hf_taco_scape.training_args import TacoScapeOptions
 from task_data import CompletionCollator, DataArguments, load_split, training_rows
 
@@ -35,7 +35,11 @@ class LoopArguments:
     )
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Micro-batches an optimizer step."})
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak; linear to zero after a tenth of the steps."})
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's."})
+    weight_decay: float = field(default=0.0, metadata={"help": "The optimizer's."})
+    scape_density: float = field(
+        default=0.01,
+        metadata={"help": "With dp_sync scape: share of each matrix that is sent a step in the end."},
+    )
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16."})
     seed: int = field(default=0, metadata={"help": "Of the order of the rows, and of dropout."})
@@ -64,7 +68,12 @@ def main(argv: list[str] | None = None) -> None:
         shuffle=True,
         collate_fn=CompletionCollator(tokenizer.pad_token_id, accepts(model.forward, "logits_to_keep")),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    if options.dp_sync == "scape":  # its optimizer does the exchange; the accelerator tells it the groups
+        settings |= {"density": args.scape_density, "hold_steps": args.max_steps // 10}
+        optimizer = ScapeAdamS(model.parameters(), warmup_steps=args.max_steps // 2, **settings)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
     # AcceleratedScheduler steps once a data-parallel rank
     ticks = args.max_steps * accelerator.num_processes
     scheduler = get_linear_schedule_with_warmup(optimizer, ticks // 10, ticks)

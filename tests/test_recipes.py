@@ -168,6 +168,20 @@ def test_own_loop_over_two_processes_learns(task, tmp_path):
 
 
 @pytest.mark.slow
+def test_own_loop_with_scape_learns(task, tmp_path):
+    printed = launch(
+        "accelerate_loop.py",
+        *("--model_name_or_path", task["model_name_or_path"], "--prompt_template", TEMPLATE, "--label_words", *WORDS),
+        *("--train_file", task["train_file"], "--eval_file", task["eval_file"], "--do_eval_downstream", "true"),
+        *("--output_dir", str(tmp_path / "out"), "--dp_sync", "scape", "--scape_density", "0.1", "--max_steps", "40"),
+        *("--learning_rate", "1e-2"),
+    )
+    rows = [line.split("│") for line in printed.splitlines() if line.startswith(("│ before", "│ after"))]
+    scores = [float(cells[3].split()[0]) for cells in rows]
+    assert scores[1] > scores[0] + 0.2
+
+
+@pytest.mark.slow
 def test_four_processes_tp_and_dp(task, tmp_path):
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(task | {"do_eval_downstream": True}))
     printed = launch(

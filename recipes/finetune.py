@@ -31,7 +31,7 @@ logger = logging.getLogger("recipes.finetune")
 def bytes_so_far(trainer) -> Counter:
     """What this rank has sent: {axis}_dense and {axis}_sent in bytes, for axis tp and dp."""
     state, sent = split_state(trainer.model), Counter()
-    for axis, meter in (("tp", state.comm.meter if state else None), ("dp", trainer.accelerator.dp_meter)):
+    for axis, meter in (("tp", state.comm.meter if state else None), ("dp", trainer.accelerator.gradients.meter)):
         if meter:
             sent |= Counter({f"{axis}_dense": meter.dense_bytes, f"{axis}_sent": meter.sent_bytes})
     return sent

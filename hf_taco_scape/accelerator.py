@@ -2,8 +2,8 @@
 
 accelerate is shown the data-parallel world only: `num_processes` and `process_index` are the dp size and rank, so
 dataloaders shard over dp ranks, and gathers run over the dp group. DistributedDataParallel is never used: gradients
-are summed once per optimizer step, at clipping or right before the step. Everything that concerns files and printing
-(`is_main_process`, `state`) keeps the real world.
+are synchronised once per optimizer step (gradients.py): announced by the backward, done by the time of clipping or of
+the step. Everything that concerns files and printing (`is_main_process`, `state`) keeps the real world.
 """
 
 import atexit
@@ -58,7 +58,7 @@ class TacoScapeAccelerator(Accelerator):
                 )
         super().__init__(**kwargs)
         check_launch(self.state.num_processes)
-        self._attach(ParallelDims.build(options.tp_size), options)
+        self._attach(ParallelDims.build(options.tp_size, options.settings_to_agree()), options)
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, dims: ParallelDims, options: TacoScapeOptions) -> "TacoScapeAccelerator":

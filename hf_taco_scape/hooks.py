@@ -1,4 +1,4 @@
-"""Every private or unpromised hook of transformers and accelerate that this package relies on, checked at import.
+"""Private or unpromised hooks of transformers, accelerate and torch that this package relies on, checked at import.
 
 A release that moves one of them fails here with its name, not in the middle of a run.
 """
@@ -10,6 +10,8 @@ import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 # class -> method -> its parameters (without self) as we override or call it
@@ -23,6 +25,14 @@ SIGNATURES = {
         "_save_optimizer_and_scheduler": ["output_dir"],
         "_load_optimizer_and_scheduler": ["checkpoint"],
         "log": ["logs", "start_time"],
+        "create_optimizer": ["model"],
+        "evaluation_loop": [
+            "dataloader",
+            "description",
+            "prediction_loss_only",
+            "ignore_keys",
+            "metric_key_prefix",
+        ],
     },
     Accelerator: {
         "prepare_model": ["model", "device_placement", "evaluation_mode"],
@@ -36,15 +46,27 @@ SIGNATURES = {
         "backward": ["loss", "kwargs"],
         "unscale_gradients": ["optimizer"],
         "get_state_dict": ["model", "unwrap"],
+        "free_memory": ["objects"],
+        "save_state": ["output_dir", "safe_serialization", "save_model_func_kwargs"],
+        "load_state": ["input_dir", "load_kwargs", "load_model_func_kwargs"],
+        "split_between_processes": ["inputs", "apply_padding"],
+        "end_training": [],
     },
     AcceleratedOptimizer: {"step": ["closure"]},
     AcceleratedScheduler: {"step": ["args", "kwargs"]},
+    DistributedDataParallel: {"_set_params_and_buffers_to_ignore_for_model": ["params_and_buffers_to_ignore"]},
 }
 PROPERTIES = {Accelerator: ["num_processes", "process_index", "dispatch_batches"]}
 # method -> a piece of its source that shows it still does what we build on
 SOURCES = {
     (Accelerator, "prepare_data_loader"): "num_processes=self.num_processes",
     (Accelerator, "gather_for_metrics"): "self.gather(input_data)",
+    # attributes that we read or set
+    (Accelerator, "__init__"): "self._optimizers",
+    (Trainer, "__init__"): "self._train_batch_size",
+    (AcceleratedOptimizer, "step"): "self._is_overflow",
+    (AcceleratedScheduler, "step"): "self.step_with_optimizer",
+    (GradScaler, "unscale_"): '["found_inf_per_device"]',
     (Trainer, "_get_grad_norm"): 'self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))',
     (Trainer, "_get_num_items_in_batch"): "self.accelerator.gather(",
 }

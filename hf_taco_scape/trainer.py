@@ -37,6 +37,8 @@ class TacoScapeTrainer(Trainer):
             raise ValueError(
                 f"args must be TacoScapeArguments (TrainingArguments and the toggles), got {type(args).__name__}"
             )
+        if args.log_level != "passive":
+            logging.getLogger("hf_taco_scape").setLevel(args.get_process_log_level())
         self._seen_bytes: dict[str, int] = {}
         self._whole_state_dict = None
         super().__init__(model=model, args=args, **kwargs)
@@ -45,7 +47,7 @@ class TacoScapeTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator = TacoScapeAccelerator.adopt(
-            self.accelerator, ParallelDims.build(self.args.tp_size), self.args
+            self.accelerator, ParallelDims.build(self.args.tp_size, self.args.settings_to_agree()), self.args
         )
         # the parent bound this to the accelerator's old class; rebinding keeps the flag that it passes
         self.gather_function = self._bind_gather()

@@ -15,6 +15,11 @@ RESIDUAL_DEVICES = ("cuda", "cpu")
 # named in the documentation, refused by name until they exist
 NOT_YET = {"tp_backend": ("symm_mem",)}
 
+# fields of TrainingArguments that decide which collectives a step makes, or what the ranks' weights become
+AGREED_ARGUMENTS = (
+    "use_adams", "seed", "max_steps", "num_train_epochs", "gradient_accumulation_steps", "per_device_train_batch_size",
+    "learning_rate", "weight_decay", "max_grad_norm", "bf16", "fp16", "gradient_checkpointing",
+)  # fmt: skip
 # optimizers whose update of an element depends on that element alone: right on slices of a matrix
 DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -88,6 +93,10 @@ class TacoScapeOptions:
             if self.tp_min_bytes < 0:
                 raise ValueError(f"tp_min_bytes must not be negative, got {self.tp_min_bytes}")
 
+    def settings_to_agree(self) -> dict:
+        """What every rank must have been started with alike."""
+        return {name: getattr(self, name) for name in TacoScapeOptions.names()}
+
     @staticmethod
     def _check_choice(name: str, value: str, valid) -> None:
         if value in NOT_YET.get(name, ()):
@@ -156,6 +165,10 @@ class TacoScapeArguments(TacoScapeOptions, TrainingArguments):
         check_launch(self.world_size)
         if self.tp_size > 1:
             self._check_tensor_parallel()
+
+    def settings_to_agree(self) -> dict:
+        scape = [f.name for f in fields(self) if f.name.startswith("scape_")]
+        return super().settings_to_agree() | {name: getattr(self, name) for name in (*scape, *AGREED_ARGUMENTS)}
 
     def _check_scape(self) -> None:
         choices = {f"scape_{name}": valid for name, valid in SCAPE_CHOICES.items()}

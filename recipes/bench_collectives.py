@@ -22,7 +22,7 @@ from hf_taco_scape.codecs import Codec, get_codec, list_codecs
 from hf_taco_scape.collectives import ByteMeter, all_reduce
 from results import RESULTS, append_rows, device_name
 
-# relative L2 error in % of one quantisation of Gaussian values, TACO.md section 2
+# relative L2 error in % of one quantisation of Gaussian values, docs/wire_formats.md
 ERRORS = {"taco": 2.57, "fp8": 2.57, "int8": 0.65, "hadamard-int8": 0.65, "hadamard-int6": 2.65, "hadamard-int4": 11.7}
 ROTATED_BYTES = 256 * 2**20  # inputs are rotated so that none is in a cache, the H200's L2 included
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -82,4 +82,6 @@ def setup_logging(level: int, is_main: bool) -> None:
     level = level if is_main else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("recipes").setLevel(level)
+    # a few lines at the start: what is split, what is replicated, how messages travel
+    logging.getLogger("hf_taco_scape").setLevel(logging.INFO if is_main else logging.WARNING)
     transformers.utils.logging.set_verbosity(max(level, logging.WARNING))

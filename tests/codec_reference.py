@@ -1,4 +1,4 @@
-"""TACO.md sections 1 and 2 once more, in numpy, one group at a time: what the codecs' bytes are compared with."""
+"""docs/wire_formats.md once more, in numpy, one group at a time: what the codecs' bytes are compared with."""
 
 import numpy as np
 import torch

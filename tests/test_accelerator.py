@@ -133,7 +133,7 @@ def _stream(dispatch):
 
 
 def test_ragged_streams_end_and_peers_agree(pool):
-    """Report 10: seven samples of random length, batch 2, tp 2 x dp 2."""
+    """huggingface/transformers #26548: seven samples of random length, batch 2, tp 2 x dp 2."""
     first, peer, other, other_peer = pool.run(4, _stream, False)
     assert first == peer and other == other_peer and first != other
     assert len(first) == len(other)
@@ -183,7 +183,7 @@ def _accumulated(steps):
 
 
 def test_partial_gradients_are_summed_once_over_four_micro_batches(pool):
-    """Report 7: q/k-norm gradients after 4 micro-batches equal the reference (not 2x, not 8x)."""
+    """inclusionAI/AReno #496: q/k-norm gradients after 4 micro-batches equal the reference (not 2x, not 8x)."""
     reference = tiny.build("qwen3")
     for seed in range(4):
         (reference(**tiny.batch(2, seed)).loss / 4).backward()

@@ -43,7 +43,10 @@ class _StopAt(tf.TrainerCallback):
 
 @pytest.mark.parametrize("tp,world", [(2, 2), (2, 4), (1, 2)], ids=["tp2", "tp2xdp2", "dp2"])
 def test_resume_equals_the_unbroken_run_bit_for_bit(pool, tmp_path, tp, world):
-    """Report 11, with dropout and codec `taco`: 6 steps against 3, a new process group and model, and 3 more."""
+    """With dropout and codec `taco`: 6 steps against 3, a new process group and model, and 3 more.
+
+    huggingface/transformers #48569,
+    """
     options = dict(tp_size=tp, model_changes=DROPOUT, tp_codec="taco", save_total_limit=2)
     unbroken = pool.run(world, _train, str(tmp_path / "a"), **options)
     pool.run(world, _train, str(tmp_path / "b"), stop_after=4, **options)
@@ -95,7 +98,10 @@ def _best(folder, evaluations):
 
 
 def test_best_model_is_loaded_and_the_checkpoint_is_plain(pool, tmp_path):
-    """Report 11: save_total_limit=1, load_best_model_at_end, then plain from_pretrained gives the trained logits."""
+    """Save_total_limit=1, load_best_model_at_end, then plain from_pretrained gives the trained logits.
+
+    huggingface/transformers #48569
+    """
     folder = str(tmp_path / "run")
     (logits, best), _ = pool.run(2, _best, folder, 3)
     (plain,) = pool.run(1, _plain_logits, folder + "/final")
@@ -120,9 +126,9 @@ def _split_logits(folder):
         return model(**tiny.batch(4, 3)).logits
 
 
-def _trained_logits(folder):
+def _trained_logits(family, folder):
     args = training.arguments(2, folder, max_steps=4)
-    built, _ = training.trainer("gpt2", args)
+    built, _ = training.trainer(family, args)
     built.train()
     built.save_model(folder)
     built.model.eval()
@@ -130,13 +136,28 @@ def _trained_logits(folder):
         return built.model(**tiny.batch(4, 3)).logits
 
 
-def test_plain_transformers_gives_the_trained_models_logits(pool, tmp_path):
+PLAIN = """
+import sys, torch, transformers
+folder = sys.argv[1]
+model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+with torch.no_grad():
+    torch.save(model(**torch.load(folder + "/batch.pt")).logits, folder + "/logits.pt")
+assert "hf_taco_scape" not in sys.modules
+print(type(model).__name__)
+"""
+
+
+@pytest.mark.parametrize("family,name", [("gpt2", "GPT2LMHeadModel"), ("qwen3", "Qwen3ForCausalLM")])
+def test_plain_transformers_gives_the_trained_models_logits(pool, tmp_path, family, name):
+    """A process that never imports this package loads the checkpoint (tied weights too)."""
     folder = str(tmp_path / "saved")
-    logits = pool.run(2, _trained_logits, folder)[0]
-    (plain,) = pool.run(1, _plain_logits, folder)
-    torch.testing.assert_close(plain, logits, atol=1e-5, rtol=1e-5)
+    logits = pool.run(2, _trained_logits, family, folder)[0]
+    torch.save(tiny.batch(4, 3), folder + "/batch.pt")
+    done = subprocess.run([sys.executable, "-c", PLAIN, folder], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == name, done.stderr
+    torch.testing.assert_close(torch.load(folder + "/logits.pt"), logits, atol=1e-5, rtol=1e-5)
     config = json.loads((tmp_path / "saved/config.json").read_text())
-    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["architectures"] == [name]
 
 
 def _resume_refused(folder, tp_size, pattern):
@@ -149,19 +170,47 @@ def _resume_refused(folder, tp_size, pattern):
     [(1, 1, "tp_size 1: it was saved with tp_size 2"), (4, 4, "tp_size 4: it was saved with tp_size 2")],
 )
 def test_resume_at_another_tp_size_names_both(pool, tmp_path, tp, world, pattern):
-    """Report 12: weights would load, the optimizer's slices would not."""
+    """huggingface/nanotron #106: weights would load, the optimizer's slices would not."""
     folder = str(tmp_path / "a")
     pool.run(2, _train, folder, stop_after=3)
     pool.run(world, _resume_refused, folder, tp, pattern)
 
 
-def test_tp1_checkpoint_is_refused_at_tp2_and_the_other_way_needs_no_dp_size(pool, tmp_path):
+def test_a_tp1_checkpoint_is_refused_at_tp2(pool, tmp_path):
     pool.run(1, _train, str(tmp_path / "a"), tp_size=1, stop_after=3)
     pool.run(2, _resume_refused, str(tmp_path / "a"), 2, "tp_size 2: it was saved with tp_size 1")
-    # dense optimizer state does not depend on the number of data-parallel copies
-    pool.run(4, _train, str(tmp_path / "b"), stop_after=3)
-    losses = pool.run(2, _train, str(tmp_path / "b"), resume=str(tmp_path / "b/checkpoint-3"))[0][0]
-    assert len(losses) == 3
+
+
+@pytest.mark.parametrize("tp,before,after", [(1, 4, 2), (2, 4, 2)], ids=["dp4-to-dp2", "tp2xdp2-to-tp2"])
+def test_dense_state_does_not_depend_on_the_number_of_data_parallel_copies(pool, tmp_path, tp, before, after):
+    """The same global batch on fewer ranks goes on with the unbroken run's losses and weights.
+
+    huggingface/nanotron #106
+    """
+    folder = str(tmp_path / "b")
+    unbroken = pool.run(before, _train, str(tmp_path / "a"), tp_size=tp)[0]
+    pool.run(before, _train, folder, tp_size=tp, stop_after=3)
+    losses, bits, _ = pool.run(after, _train, folder, tp_size=tp, resume=folder + "/checkpoint-3")[0]
+    assert losses == pytest.approx(unbroken[0][3:], rel=1e-5) and len(losses) == 3
+    for name, value in bits.items():
+        torch.testing.assert_close(value, unbroken[1][name], atol=2e-4, rtol=0)
+
+
+def _weights_elsewhere(folder):
+    from hf_taco_scape import parallelize
+
+    model = parallelize(tf.AutoModelForCausalLM.from_pretrained(folder), dist.group.WORLD, "none").eval()
+    with torch.no_grad():
+        return model(**tiny.batch(4, 3)).logits
+
+
+def test_weights_load_at_any_tp_size(pool, tmp_path):
+    """huggingface/nanotron #106: only optimizer state is bound to the size it was saved with."""
+    pool.run(2, _train, str(tmp_path / "a"), stop_after=3)
+    checkpoint = str(tmp_path / "a/checkpoint-3")
+    (plain,) = pool.run(1, _plain_logits, checkpoint)
+    for world in (2, 4):
+        torch.testing.assert_close(pool.run(world, _weights_elsewhere, checkpoint)[0], plain, atol=1e-5, rtol=1e-5)
 
 
 def test_measured_threshold_is_kept_by_a_resume(pool, tmp_path):
@@ -186,11 +235,13 @@ def test_resume_from_weights_only_starts_the_optimizer_anew(pool, tmp_path):
     shutil.rmtree(folder)
 
 
-def _replicas(codec, steps):
+def _replicas(codec, steps, family="qwen3", other_seeds=False):
     args = training.arguments(
-        2, "out", max_steps=steps, tp_codec=codec, check_replicas=5, per_device_train_batch_size=2, max_grad_norm=1.0
-    )
-    built, recorder = training.trainer("qwen3", args)
+        dist.get_world_size(), "out", max_steps=steps, tp_codec=codec, check_replicas=5,
+        per_device_train_batch_size=2, max_grad_norm=1.0,
+    )  # fmt: skip
+    seed = dist.get_rank() if other_seeds else 7
+    built, recorder = training.trainer(family, args, {"seed": seed})
     built.train()
     error = recorder.column("tp_codec_error_forward")
     assert codec == "none" or error[-1] > 0, "the codec did not run"
@@ -203,11 +254,23 @@ CODECS = ["taco", "fp8", "int8", "hadamard-int8", "hadamard-int6", "hadamard-int
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_replicas_stay_bit_identical_over_fifty_steps(pool, codec):
-    """Report 6."""
+    """NVIDIA-NeMo/Automodel #3822."""
     first, second = pool.run(2, _replicas, codec, 50)
     assert first.keys() == second.keys() and len(first) > 5
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_replicas_stay_identical_in_two_shots_from_other_seeds(pool, family):
+    """Ranks that drew other weights, biases after the sums, and the owners of a two-shot all-reduce.
+
+    NVIDIA-NeMo/Automodel #3822
+    """
+    ranks = pool.run(4, _replicas, "taco", 50, family, True)
+    assert any(name.endswith("bias") for name in ranks[0])
+    for other in ranks[1:]:
+        assert all(torch.equal(ranks[0][name], other[name]) for name in ranks[0])
 
 
 def _drift():

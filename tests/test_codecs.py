@@ -17,7 +17,7 @@ ALL = ["none", *LOSSY]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 N = 2**18
 
-# TACO.md section 2: relative L2 error in % by distribution, zeros kept in % of the last one
+# docs/wire_formats.md: relative L2 error in % by distribution, zeros kept in % of the last one
 ERRORS = {
     "taco": (2.57, 2.58, 2.59, 2.62, 2.46),
     "fp8": (2.57, 2.48, 2.24, 1.29, 1.91),

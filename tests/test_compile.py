@@ -50,7 +50,7 @@ def _mlp(codec):
 
 @pytest.mark.parametrize("codec", ["none", "taco"])
 def test_a_block_is_one_graph_at_any_length(pool, codec):
-    """Report 22, on the CPU."""
+    """pytorch/torchtitan #1081, on the CPU."""
     for worst, compiles in pool.run(2, _mlp, codec):
         assert worst < 1e-5
         assert compiles <= 2, "a compilation a length"

@@ -18,10 +18,10 @@ ALL = ["none", *LOSSY]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ODD_SIZES = [1, 2, 127, 129, 255, 641, 1283, 4099]
 
-# TACO.md section 3, relative error in % of the sum of independent Gaussian partials
+# relative error in % of the sum of independent Gaussian partials
 ONE_SHOT = {"taco": 2.57, "fp8": 2.56, "hadamard-int8": 0.65, "hadamard-int6": 2.65, "hadamard-int4": 11.7}
 TWO_SHOT = {"taco": 3.63, "fp8": 3.63, "hadamard-int8": 0.91, "hadamard-int6": 3.74, "hadamard-int4": 16.5}
-# bytes sent / bytes of the bf16 message, payload and scales of TACO.md section 2
+# bytes sent / bytes of the bf16 message, payload and scales (docs/wire_formats.md)
 BYTES_PER_BF16 = dict(zip(LOSSY, (8.5, 8.125, 8.125, 8.125, 6.125, 4.125), strict=True))
 
 
@@ -172,22 +172,24 @@ def test_mutants_are_caught_by_bit_identity(pool, mutant):
         assert_same_on_ranks(pool.run(3, _run_mutant, mutant, "taco"))
 
 
-# repetition (REPORTS 15) and special values (REPORTS 14)
+# repetition and special values (public reports: vllm-project/vllm #51290 and #55345)
 
 
 def _repeat(codec, times):
-    rank, first = dist.get_rank(), None
-    x = partial(rank, 1283, dtype=torch.bfloat16)
-    for call in range(times):
-        y = raw(all_reduce(x, None, codec))
-        first = first or y
-        assert y == first, f"call {call}"
-    return first
+    outputs = []
+    for numel, dtype in ((128, torch.float32), (1283, torch.bfloat16), (9000, torch.float16)):
+        x, first = partial(dist.get_rank(), numel, dtype=dtype), None
+        for call in range(times):
+            y = raw(all_reduce(x, None, codec))
+            first = first or y
+            assert y == first, f"call {call} of {numel} elements"
+        outputs.append(first)
+    return outputs
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("codec", LOSSY)
-def test_200_calls_have_the_same_bits(pool, codec, ranks):
+@pytest.mark.parametrize("codec", ALL)
+def test_200_calls_a_size_have_the_same_bits(pool, codec, ranks):
     assert_same_on_ranks(pool.run(ranks, _repeat, codec, 200))
 
 
@@ -221,6 +223,27 @@ def _special_values(codec, dtype):
 @pytest.mark.parametrize("codec", LOSSY)
 def test_special_values_stay_in_their_group_and_visible(pool, codec, ranks, dtype):
     assert_same_on_ranks(pool.run(ranks, _special_values, codec, dtype))
+
+
+def _special_values_dense(dtype):
+    """Without a codec every element stands for itself: trouble on rank 1 shows in its own place on every rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(9, dtype=dtype)
+    large = 6e4 if dtype == torch.float16 else 1e30
+    x[6], x[7] = 0, torch.finfo(dtype).smallest_normal / 4
+    if rank == 1:
+        x[1:5] = torch.tensor([large, math.nan, math.inf, -math.inf])
+    y = all_reduce(x, None, "none")
+    assert (y[[0, 5, 8]] == ranks).all() and y[6] == 0 and 0 <= y[7] <= 2 * ranks * x[7]
+    assert float(y[1]) == pytest.approx(large, rel=1e-2)
+    assert y[2].isnan() and y[3] == math.inf and y[4] == -math.inf
+    return raw(y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_special_values_without_a_codec(pool, ranks, dtype):
+    assert_same_on_ranks(pool.run(ranks, _special_values_dense, dtype))
 
 
 def _overflow(codec, dtype):

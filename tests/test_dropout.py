@@ -68,7 +68,10 @@ def _gradients(checkpointing):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_draws_the_same_masks(pool, reentrant):
-    """Report 21 with dropout: gradient checkpointing on and off give the same loss and gradients."""
+    """With dropout: gradient checkpointing on and off give the same loss and gradients.
+
+    meta-pytorch/torchtune #2451
+    """
     plain = pool.run(2, _gradients, None)
     recomputed = pool.run(2, _gradients, reentrant)
     for (loss, gradients, _), (other_loss, others, _) in zip(plain, recomputed, strict=True):

@@ -397,7 +397,7 @@ def bytes_at_size(density, values):
     return optimizer.meter.sent_bytes / (2 * 512 * 512)
 
 
-# SCAPE.md's table: the best encoding's share of a dense bf16 all-reduce
+# the best encoding's share of a dense bf16 all-reduce
 @pytest.mark.parametrize(
     "density,values,share",
     [

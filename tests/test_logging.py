@@ -66,7 +66,7 @@ def _summary(folder):
 
 
 def test_the_log_says_what_is_split_and_what_replicated(pool, tmp_path):
-    """Report 4."""
+    """huggingface/trl #5331."""
     for text in pool.run(2, _summary, str(tmp_path)):
         assert "tensor parallel over 2 ranks: 14 layers split in 4 blocks" in text
         assert "2 of 4 heads, 1 of 2 KV heads" in text and "modules replicated; codec fp8 forward" in text

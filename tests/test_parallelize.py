@@ -134,7 +134,7 @@ def _train_and_save(family, folder):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_tied_weights_stay_tied_through_training_saving_and_loading(pool, tmp_path, family):
-    """Report 3: one parameter, one split, still tied after training, saving and loading."""
+    """huggingface/transformers #47503: one parameter, one split, still tied after training, saving and loading."""
     folder = str(tmp_path / family)
     logits = pool.run(2, _train_and_save, family, folder)[0]
     reference = tiny.build(family)
@@ -234,7 +234,7 @@ def _differently_seeded():
 
 
 def test_ranks_that_drew_other_weights_take_the_first_ranks(pool):
-    """Report 6, the start: construct with different seeds per rank."""
+    """NVIDIA-NeMo/Automodel #3822, the start: construct with different seeds per rank."""
     whole = pool.run(2, _differently_seeded)
     reference = tiny.build("qwen2", seed=0).state_dict()
     assert all(torch.equal(w[name], reference[name]) for w in whole for name in reference)
@@ -258,7 +258,7 @@ def _generate(seeds):
 
 
 def test_generate_gives_one_processs_tokens_whatever_the_ranks_seeds(pool):
-    """Report 23: sampling must not pick another token on each rank."""
+    """huggingface/transformers #36634: sampling must not pick another token on each rank."""
     (reference,) = pool.run(1, _generate, [11])
     for tokens in pool.run(2, _generate, [11, 99]):
         for name, expected in reference.items():

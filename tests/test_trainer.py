@@ -5,6 +5,7 @@ import functools
 import pytest
 import training
 
+import hf_taco_scape.accelerator as accelerator_module
 import hf_taco_scape.gradients as gradients_module
 
 WORLDS = [(1, 2), (2, 1), (2, 2)]  # (tp, dp)
@@ -33,12 +34,16 @@ def reference(pool):
 )
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_equals_one_process(pool, reference, family, case, world):
-    """Reports 5, 7, 8, 9: loss, gradient norm, clipped update, token counts, evaluation."""
+    """Loss, gradient norm, clipped update, token counts, evaluation.
+
+    NVIDIA-NeMo/RL #3788, inclusionAI/AReno #496, huggingface/transformers #39674, huggingface/accelerate #3876
+    """
     tp, dp = world
     results = pool.run(tp * dp, training.run, family, tp, **CASES[case])
     expected = reference(family, case)
     for got in results:
         training.assert_equal_runs(expected, got)
+        assert case == "unclipped" or min(got["grad_norm"]) > 0.5, "clipping was not active"
         assert (got["parameters_here"] < expected["parameters_here"]) == (tp > 1), "nothing was split"
     assert all((got["weights"] == results[0]["weights"]).all() for got in results), "ranks ended with other weights"
 
@@ -79,6 +84,14 @@ def _with_replicas_counted_per_rank():
     )
 
 
+def _without_the_clip():
+    class Unclipped(gradients_module.StepGradients):
+        def clip(self, parameters, max_norm, norm_type):
+            return super().clip(parameters, float("inf"), norm_type)
+
+    accelerator_module.StepGradients = Unclipped
+
+
 def _with_summed_dp_gradients():
     class Summed(gradients_module.OverlappedAverage):
         def finish(self):
@@ -93,12 +106,14 @@ def _with_summed_dp_gradients():
 def _run_mutant(mutate, *args, **kwargs):
     names = ("sum_partial_gradients", "gradient_norm", "OverlappedAverage")
     kept = {name: getattr(gradients_module, name) for name in names}
+    step_gradients = accelerator_module.StepGradients
     mutate()
     try:
         return training.run(*args, **kwargs)
     finally:
         for name, function in kept.items():
             setattr(gradients_module, name, function)
+        accelerator_module.StepGradients = step_gradients
 
 
 @pytest.mark.parametrize(
@@ -108,6 +123,7 @@ def _run_mutant(mutate, *args, **kwargs):
         (_with_doubled_partial_sum, 2, 2),
         (_with_a_norm_per_rank, 2, 2),
         (_with_replicas_counted_per_rank, 2, 2),
+        (_without_the_clip, 2, 2),
         (_with_summed_dp_gradients, 1, 2),
     ],
     ids=lambda v: v.__name__.strip("_") if callable(v) else None,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import training
 import transformers as tf
 
-from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
+from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer, parallelize
 from hf_taco_scape.training_args import TacoScapeOptions, check_launch
 
 
@@ -85,12 +85,13 @@ def test_command_line_and_json_set_the_same_toggles(tmp_path):
 
 
 def _split_by(how, tmp):
-    """Report 4: a tp_size that was asked for is applied, however it was given."""
+    """huggingface/trl #5331: a tp_size that was asked for is applied, however it was given."""
     flags = ["--output_dir", tmp, "--tp_size", "2", "--tp_codec", "fp8", "--report_to", "none"]
     if how == "json":
-        (args,) = tf.HfArgumentParser(TacoScapeArguments).parse_dict(
-            {"output_dir": tmp, "tp_size": 2, "tp_codec": "fp8", "report_to": "none"}
-        )
+        file = f"{tmp}/rank{dist.get_rank()}.json"
+        with open(file, "w") as out:
+            json.dump({"output_dir": tmp, "tp_size": 2, "tp_codec": "fp8", "report_to": "none"}, out)
+        (args,) = tf.HfArgumentParser(TacoScapeArguments).parse_json_file(file)
     else:
         args = _parse(flags)
     built = TacoScapeTrainer(model=tiny.build("llama"), args=args)
@@ -135,10 +136,57 @@ def test_tp_size_that_does_not_divide_the_world(pool):
         training.trainer("gpt2", TacoScapeArguments("out", tp_size=2, report_to=[]))
 
 
-def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
+ALONE = """
+import os
+os.environ.pop("ACCELERATE_USE_CPU", None)
+os.environ["WORLD_SIZE"] = "4"  # a launcher's, but without RANK and MASTER_ADDR no world comes up
+from hf_taco_scape import TacoScapeAccelerator, TacoScapeArguments
+for start in (lambda: TacoScapeArguments("out", report_to=[]), lambda: TacoScapeAccelerator()):
+    try:
+        start()
+    except RuntimeError as error:
+        print("REFUSED", error)
+"""
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match="started 4 processes, but this one sees 1: each would train alone"):
         check_launch(1)
+    unset = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "ACCELERATE_USE_CPU")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.stdout.count("REFUSED the launcher started 4 processes, but this one sees 1") == 2, (
+        done.stdout + done.stderr
+    )
+
+
+MIXED_UP = [
+    ("tp_codec", {"tp_codec": "fp8"}),
+    ("tp_size", {"tp_size": 4}),
+    ("tp_min_bytes", {"tp_min_bytes": 4096}),
+    ("dp_sync", {"dp_sync": "scape"}),
+    ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2}),
+    ("seed", {"seed": 5}),
+]
+
+
+def _mixed_up():
+    """Rank 1 was started with something else: every rank refuses, before any other collective, and names both."""
+    for name, other in MIXED_UP:
+        changes = other if dist.get_rank() == 1 else {}
+        args = training.arguments(
+            changes.get("tp_size", 2), "out", **{k: v for k, v in changes.items() if k != "tp_size"}
+        )
+        with pytest.raises(ValueError, match=f"different settings: {name}: rank 0 has .*rank 1 has "):
+            training.trainer("gpt2", args)
+    with pytest.raises(ValueError, match="different settings: codec: rank 0 has 'taco', rank 1 has 'fp8'"):
+        parallelize(tiny.build("gpt2"), dist.group.WORLD, ["taco", "fp8"][dist.get_rank()])
+
+
+def test_a_mixed_up_launch_is_refused_by_field(pool):
+    pool.run(2, _mixed_up)
 
 
 LONE = """

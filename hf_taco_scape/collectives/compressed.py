@@ -26,8 +26,8 @@ def all_reduce(
     """Return the sum of `x` over the ranks of `group`, a new contiguous tensor of x's shape and dtype on every rank.
 
     Plain torch.distributed: `out = x.clone(); dist.all_reduce(out, group=group)`. Two ranks take one shot (same bytes,
-    one quantisation instead of two), more take two (TACO.md section 3). `x` may be empty or have any strides. Raises
-    ValueError for an unknown codec, a dtype it does not send, and a process outside the group.
+    one quantisation instead of two), more take two (docs/wire_formats.md). `x` may be empty or have any strides.
+    Raises ValueError for an unknown codec, a dtype it does not send, and a process outside the group.
     """
     codec, _, ranks = _check(x, group, codec)
     if ranks == 1 or x.numel() == 0:

@@ -26,10 +26,15 @@ class ParallelDims:
         return [group for size, group in sized if size > 1]
 
     @classmethod
-    def build(cls, tp_size: int) -> "ParallelDims":
-        """Create the groups; collective over the world. ValueError where `tp_size` does not divide the world."""
+    def build(cls, tp_size: int, settings: dict | None = None) -> "ParallelDims":
+        """Create the groups; collective over the world.
+
+        ValueError where `tp_size` does not divide the world, and where ranks disagree on it or on `settings`.
+        """
         started = dist.is_available() and dist.is_initialized()
         world, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+        if world > 1:
+            agree({"tp_size": tp_size, **(settings or {})})
         check_tp_size(tp_size, world)
         if world == 1:
             return cls()
@@ -42,6 +47,20 @@ class ParallelDims:
             tp_size, dp_size, tp_rank, dp_rank,
             tp_groups[dp_rank], dp_groups[tp_rank],
         )  # fmt: skip
+
+
+def agree(settings: dict, group: dist.ProcessGroup | None = None) -> None:
+    """ValueError on every rank of `group`, naming the field and the values, where `settings` differ; collective.
+
+    Ranks that were started with different arguments would abort inside a collective, or wait for ever.
+    """
+    everyone: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, settings, group=group)
+    for name in settings:
+        values = {rank: other.get(name) for rank, other in enumerate(everyone)}
+        if any(value != values[0] for value in values.values()):
+            listed = ", ".join(f"rank {rank} has {value!r}" for rank, value in values.items())
+            raise ValueError(f"the processes were started with different settings: {name}: {listed}")
 
 
 def check_tp_size(tp_size: int, world: int) -> None:

@@ -11,6 +11,7 @@ from ..collectives.dispatch import Communicator, measure_min_bytes
 from ..layers import COLWISE_LAYERS, OUT_DIM, ROWWISE_LAYERS, SplitRng, copy_to_split, linear_kind
 from ..plans import COUNTS, Block, Plan, get_plan, matches
 from .model import as_split_model, group_device, split_state
+from .parallel_dims import agree
 from .replicas import differing_tensors
 from .sharding import HeadLayout, Shard, deal_heads, shard_units, shard_width
 
@@ -46,6 +47,7 @@ def parallelize(
         raise ValueError("adapters on split layers are not supported yet: merge_and_unload() the adapter first")
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return model
+    agree({"codec": codec, "codec_backward": codec_backward, "min_bytes": min_bytes}, tp_group)
     comm = Communicator(tp_group, codec, codec_backward, min_bytes=0 if min_bytes == "auto" else min_bytes)
     surgery = plan_surgery(model, plan or get_plan(model.config.model_type), comm.size)
     device = group_device(tp_group)

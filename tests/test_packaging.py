@@ -155,11 +155,8 @@ def test_readme_lists_every_toggle_and_nothing_else():
 
 def test_readme_tree_is_there():
     block = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What is where")[2].split("```")[1]
-    folder = ROOT
-    for line in block.strip().splitlines():
-        name = line.split()[0]
-        folder = ROOT / name if not line.startswith(" ") else folder
-        path = folder if not line.startswith(" ") else folder / name
-        assert path.is_dir(), f"README names {name}, which is not there"
-    listed = {line.split()[0].rstrip("/") for line in block.splitlines() if line.startswith("  ")}
-    assert listed == {p.parent.name for p in (ROOT / "hf_taco_scape").glob("*/__init__.py")}
+    # a line that starts with a folder's name; others go on with the text above
+    folders = re.findall(r"^( *)(\w+)/ ", block, flags=re.MULTILINE)
+    assert all((ROOT / name).is_dir() for indent, name in folders if not indent), folders
+    rooms = {name for indent, name in folders if indent}
+    assert rooms == {p.parent.name for p in (ROOT / "hf_taco_scape").glob("*/__init__.py")}

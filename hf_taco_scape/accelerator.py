@@ -28,7 +28,7 @@ from .parallel.optimizer_state import load_optimizer_states, save_optimizer_stat
 from .scape import merge_for_other_dp_size
 from .sync import ScapeAdamS
 from .sync.amp import unscale_and_share
-from .training_args import TacoScapeOptions, check_launch
+from .training_args import WHOLE_MATRIX_OPTIMIZERS, TacoScapeOptions, check_launch
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,14 @@ class TacoScapeAccelerator(Accelerator):
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 
+    def check_trigger(self) -> bool:
+        # over the world: a trigger that one tensor-parallel peer has set must stop them all
+        flag = torch.zeros(1, device=self.device) if self.flag_tensor is None else self.flag_tensor.view(1).float()
+        if self.state.num_processes > 1:
+            dist.all_reduce(flag)
+        self.flag_tensor = None
+        return bool(flag.item() >= 1)
+
     def split_between_processes(self, inputs, apply_padding: bool = False):
         if self.dims.tp_size > 1:
             raise ValueError(
@@ -180,6 +188,8 @@ class TacoScapeAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer, device_placement=None):
         raw = _unwrap(optimizer)
+        if self.dims.tp_size > 1 and type(raw).__name__ in WHOLE_MATRIX_OPTIMIZERS:
+            raise ValueError(f"tp_size > 1 does not work with {type(raw).__name__}: its update needs whole matrices")
         if isinstance(raw, ScapeAdamS):
             self.gradients.use_scape(raw)
         elif self.options.dp_sync == "scape":
@@ -197,13 +207,12 @@ class TacoScapeAccelerator(Accelerator):
 
     # ---- gradients
     def backward(self, loss, **kwargs) -> None:
-        self.gradients.before_backward(last=self.sync_gradients)
+        """accelerate's backward; after the last one of a step `.grad` is synchronised, as under DDP."""
+        last = self.sync_gradients
         self.start_heartbeat()
+        self.gradients.before_backward(last)
         super().backward(loss, **kwargs)
-
-    def sync_gradients_once(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Synchronise the gradients of a step; does nothing if that is done already (see StepGradients.sync)."""
-        return self.gradients.sync(max_norm, self.scaler, self.unscale_gradients)
+        self.gradients.after_backward(last)
 
     def start_heartbeat(self) -> Heartbeat | None:
         """Watch the other ranks from now on, so that one that dies is named (parallel/heartbeat.py); once.
@@ -232,14 +241,19 @@ class TacoScapeAccelerator(Accelerator):
         parameters, scape = list(parameters), self.gradients.scape is not None
         if norm_type != 2 and (self.dims.tp_size > 1 or scape):
             raise ValueError(f"tp_size > 1 and dp_sync scape clip by the L2 norm only, got norm_type {norm_type}")
-        norm = self.sync_gradients_once(max_norm)
-        return norm if scape else self.gradients.clip(parameters, max_norm, norm_type)
+        if scape:
+            if not self.sync_gradients:
+                raise ValueError(
+                    "dp_sync scape clips once a step: call clip_grad_norm_ only if accelerator.sync_gradients"
+                )
+            return self.gradients.exchange(max_norm, self.scaler)
+        self.unscale_gradients()
+        return self.gradients.clip(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
         if self.gradients.scape is not None:
             raise ValueError("dp_sync scape clips by norm only: gradients are never averaged on their own")
-        self.sync_gradients_once()
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        super().clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer=None) -> None:
         """fp16: unscale each optimizer's gradients once, and let an overflow on any rank be one on all of them."""
@@ -250,6 +264,18 @@ class TacoScapeAccelerator(Accelerator):
         optimizers = self._optimizers if optimizer is None else optimizer
         for wrapped in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             unscale_and_share(self.scaler, _unwrap(wrapped), self.device, self.dims.wide_groups())
+
+    def before_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """fp16 overflow, SCAPE's exchange; RuntimeError where gradients came without `accelerator.backward`."""
+        has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if has_gradients and not self.gradients.began and self.state.num_processes > 1:
+            raise RuntimeError(
+                "the gradients of this step were never synchronised: call accelerator.backward(loss) in the place of "
+                "loss.backward()"
+            )
+        self.unscale_gradients()
+        if self.gradients.scape is optimizer.optimizer and has_gradients:
+            self.gradients.exchange(None, self.scaler)
 
     def after_step(self) -> None:
         """Count an optimizer step and compare replicas where the options ask for it."""
@@ -298,12 +324,14 @@ class TacoScapeAccelerator(Accelerator):
 
 
 class _SyncedOptimizer(AcceleratedOptimizer):
-    """Loops that never clip get their gradient synchronisation here, before fp16's overflow check."""
+    """The step of loops that never clip: what clipping would have done first."""
 
     def step(self, closure=None):
         if not self.gradient_state.sync_gradients:
             return super().step(closure)
-        self.accelerator.sync_gradients_once()
+        accelerator = self.accelerator
+        if closure is None:
+            accelerator.before_step(self)
         super().step(closure)
         if isinstance(
             self.optimizer, ScapeAdamS

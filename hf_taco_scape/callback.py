@@ -65,6 +65,12 @@ class ScapeCallback(TrainerCallback):
                 "ScapeCallback without ScapeAdamS would leave the matrices unsynchronised: build the Trainer with "
                 f"optimizer_cls_and_kwargs=scape_optimizer(...), not {type(self._optimizer).__name__}"
             )
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        if any(p.ndim >= 2 and name not in ignored for name, p in model.named_parameters()):
+            raise ValueError(
+                "DistributedDataParallel still averages the matrices: the model was built after the Trainer "
+                "(model_init). Pass model=... to the Trainer"
+            )
         self._optimizer.bind(None, layout=module_layout(model))
         if dist.is_initialized():
             with torch.no_grad():  # DDP broadcasts only what it averages

@@ -29,8 +29,11 @@ class StepGradients:
         self.models: list[nn.Module] = []
         self.splits: dict[nn.Parameter, ParameterSplit] = {}
         self.scape: ScapeAdamS | None = None
+        self.began = False  # accelerator.backward has run, and with it this class
         self._norm: torch.Tensor | None = None  # SCAPE's, of the last synchronisation
-        self._dirty = False
+        self._scape_due = False
+        self._summed: dict[nn.Parameter, torch.Tensor] = {}  # partial gradients that are sums already
+        self._aside: dict[nn.Parameter, torch.Tensor] = {}  # the same, while more of them is computed
         self._average: OverlappedAverage | None = None
 
     # ---- what there is to synchronise
@@ -55,39 +58,65 @@ class StepGradients:
     def forget(self) -> None:
         """Let go of models and optimizer, and take the hooks off their parameters."""
         self.models, self.splits, self.scape = [], {}, None
+        self._summed, self._aside = {}, {}
         if self._average is not None:
             self._average.remove()
             self._average = None
 
     # ---- one step
     def before_backward(self, last: bool) -> None:
-        """Announce a backward; `last` of its step, so that dense averages may leave while it runs."""
-        # cleared by the sync, not by the optimizer's step: a step skipped for fp16 overflow keeps nothing
-        self._dirty = True
-        if last and self.dims.dp_size > 1 and self.scape is None:
-            self._overlapped().arm()
+        """Announce a backward; `last` of its step: dense averages may leave while it runs."""
+        self.began = True
+        # what an earlier backward of this step has summed over tp must not be summed again: set it aside
+        for parameter, gradient in self._summed.items():
+            if parameter.grad is gradient:
+                self._aside[parameter], parameter.grad = gradient, None
+        self._summed = {}
+        if not last:
+            return
+        self._scape_due = True
+        if self.dims.dp_size > 1 and self.scape is None:
+            average = self._overlapped()
+            if average is not None:
+                average.arm()
 
-    def sync(self, max_norm: float | None, scaler, unscale) -> torch.Tensor | None:
-        """Synchronise the step's gradients, unless that is done already; collective.
+    def after_backward(self, last: bool) -> None:
+        """After the last backward of a step: `.grad` becomes what a user may read, change and clip; collective.
 
-        Under SCAPE the exchange clips to `max_norm` where given, and its norm is returned (by later calls too). Dense
-        gradients are averaged, then `unscale()` is called (fp16), and None is returned.
+        Partial gradients are summed over tp; dense ones are averaged over dp. Under SCAPE they stay this rank's own.
         """
-        if self._dirty:
-            self._dirty = False
-            self._sum_partial()
-            if self.scape is not None:
-                self._norm = self.scape.sync(max_norm, scaler=scaler)
-            else:
-                self._average_over_dp()
-                unscale()
-        return self._norm if self.scape is not None else None
+        if not last:
+            return
+        partial = [p for p in self._trainable() if self._is_partial(p)]
+        if partial:
+            entries = [(p, self.splits[p].shard, self.dims.tp_rank) for p in partial]
+            sum_partial_gradients(entries, self.dims.tp_group)
+        if self.dims.dp_size > 1 and self.scape is None:
+            if partial:
+                average_gradients(partial, self.dims.dp_group, self.meter)
+            if self._average is not None:
+                self._average.finish()
+        for parameter, before in self._aside.items():
+            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        self._aside = {}
+        self._summed = {p: p.grad for p in partial if p.grad is not None}
+
+    def exchange(self, max_norm: float | None, scaler) -> torch.Tensor | None:
+        """SCAPE's exchange of a step, once; clips to `max_norm` where given and returns the norm. None if dense."""
+        if self.scape is None:
+            return None
+        if self._scape_due:
+            self._scape_due = False
+            self._norm = self.scape.sync(max_norm, scaler=scaler)
+        return self._norm
 
     def clip(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip synchronised gradients by the norm of the whole model's gradient; returns it, equal on all ranks."""
+        """Clip by the norm of the whole model's gradient; returns it, equal on all ranks of a model copy."""
         if self.dims.tp_size == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         weights = {p: 1 / s.copies for p, s in self.splits.items() if s.shard is not None}
+        # before the last micro-batch they are still parts of sums: count each rank's, so that all scale alike
+        weights |= {p: 1.0 for p, s in self.splits.items() if s.partial and p not in self._summed}
         norm = gradient_norm(parameters, weights, self.dims.tp_group)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -98,25 +127,11 @@ class StepGradients:
     def _is_partial(self, parameter: nn.Parameter) -> bool:
         return parameter in self.splits and self.splits[parameter].partial
 
-    def _sum_partial(self) -> None:
-        partial = [p for p in self._trainable() if self._is_partial(p)]
-        if partial:
-            entries = [(p, self.splits[p].shard, self.dims.tp_rank) for p in partial]
-            sum_partial_gradients(entries, self.dims.tp_group)
-
-    def _average_over_dp(self) -> None:
-        if self.dims.dp_size == 1:
-            return
-        partial = [p for p in self._trainable() if self._is_partial(p)]
-        if partial:
-            average_gradients(partial, self.dims.dp_group, self.meter)
-        overlapped = self._overlapped()
-        overlapped.arm_if_needed()
-        overlapped.finish()
-
-    def _overlapped(self) -> OverlappedAverage:
-        """Averages everything but partial gradients, whose sum over tp comes first."""
+    def _overlapped(self) -> OverlappedAverage | None:
+        """Averages everything but partial gradients, whose sum over tp comes first; None if there is nothing else."""
         parameters = [p for p in self._trainable() if not self._is_partial(p)]
+        if not parameters:
+            return None
         if self._average is None or [id(p) for p in self._average.parameters] != [id(p) for p in parameters]:
             if self._average is not None:
                 self._average.remove()

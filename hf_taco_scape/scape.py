@@ -87,6 +87,8 @@ def scape_figures(optimizer) -> dict[str, float]:
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, ScapeAdamS) or not optimizer.step_count:
         return {}
+    if not any("residual" in state for state in optimizer.state.values()):
+        return {}  # only norms and biases are trained
     stats = optimizer.stats()
     names = ("density", "residual_over_momentum", "clipped_share", "mask_overlap")
     return {f"scape_{name}": stats[name] for name in names if stats[name] == stats[name]}

@@ -16,12 +16,14 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .accelerator import TacoScapeAccelerator
 from .parallel import ParallelDims, gather_state_dict, split_state
+from .parallel.heartbeat import wait_for_all
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states, saved_tp_size
 from .scape import merge_for_other_dp_size, optimizer_class_and_arguments, scape_figures
 from .training_args import TacoScapeArguments
 
 logger = logging.getLogger(__name__)
 
+SAVE_TIMEOUT_S = 120.0
 OPTIONS_NAME = "hf_taco_scape.json"  # what a resume must repeat
 
 
@@ -130,12 +132,15 @@ class TacoScapeTrainer(Trainer):
 
     # ---- checkpoints: weights are gathered on every rank and written once, optimizer state per tp rank
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write one plain checkpoint; with tp_size > 1 collective: every process has to call it."""
+        if self.args.tp_size > 1:
+            wait_for_all("trainer.save_model", SAVE_TIMEOUT_S)
         self._whole_state_dict = gather_state_dict(self.model, keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             self._whole_state_dict = None
-        if dist.is_initialized():
+        if dist.is_initialized() and (_internal_call or self.args.tp_size > 1):
             dist.barrier()  # whoever reads the folder next must find it complete
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

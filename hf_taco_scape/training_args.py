@@ -15,12 +15,16 @@ RESIDUAL_DEVICES = ("cuda", "cpu")
 # named in the documentation, refused by name until they exist
 NOT_YET = {"tp_backend": ("symm_mem",)}
 
+NUMBERS = {"tp_size": int, "check_replicas": int, "heartbeat_timeout": float}
+SCAPE_NUMBERS = {"scape_density": float, "scape_hold_steps": float, "scape_warmup_steps": float}
 # fields of TrainingArguments that decide which collectives a step makes, or what the ranks' weights become
 AGREED_ARGUMENTS = (
     "use_adams", "seed", "max_steps", "num_train_epochs", "gradient_accumulation_steps", "per_device_train_batch_size",
     "learning_rate", "weight_decay", "max_grad_norm", "bf16", "fp16", "gradient_checkpointing",
 )  # fmt: skip
 # optimizers whose update of an element depends on that element alone: right on slices of a matrix
+# classes of torch and transformers whose update does not
+WHOLE_MATRIX_OPTIMIZERS = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 DEFAULT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
@@ -68,7 +72,8 @@ class TacoScapeOptions:
     )
 
     def validate(self) -> None:
-        """ValueError with the valid choices for the first toggle that is wrong; makes tp_min_bytes auto or an int."""
+        """ValueError with the valid choices for the first toggle that is wrong; makes numbers of strings."""
+        self._to_numbers(NUMBERS)
         choices = {"tp_backend": TP_BACKENDS, "dp_sync": DP_SYNCS}
         for name, valid in choices.items():
             self._check_choice(name, getattr(self, name), valid)
@@ -86,7 +91,7 @@ class TacoScapeOptions:
         if self.tp_min_bytes != "auto":
             try:
                 self.tp_min_bytes = int(self.tp_min_bytes)
-            except ValueError:
+            except (TypeError, ValueError):
                 raise ValueError(
                     f"tp_min_bytes must be auto or a number of bytes, got {self.tp_min_bytes!r}"
                 ) from None
@@ -96,6 +101,18 @@ class TacoScapeOptions:
     def settings_to_agree(self) -> dict:
         """What every rank must have been started with alike."""
         return {name: getattr(self, name) for name in TacoScapeOptions.names()}
+
+    def _to_numbers(self, kinds: dict[str, type]) -> None:
+        """YAML reads 1e-2 as a string, as transformers' own arguments have to expect too."""
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            try:
+                number = kind(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name} must be a number, got {value!r}") from None
+            if isinstance(value, bool) or number != float(value):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+            setattr(self, name, number)
 
     @staticmethod
     def _check_choice(name: str, value: str, valid) -> None:
@@ -171,6 +188,7 @@ class TacoScapeArguments(TacoScapeOptions, TrainingArguments):
         return super().settings_to_agree() | {name: getattr(self, name) for name in (*scape, *AGREED_ARGUMENTS)}
 
     def _check_scape(self) -> None:
+        self._to_numbers(SCAPE_NUMBERS)
         choices = {f"scape_{name}": valid for name, valid in SCAPE_CHOICES.items()}
         for name, valid in (choices | {"scape_residual_device": RESIDUAL_DEVICES}).items():
             self._check_choice(name, getattr(self, name), valid)
@@ -180,6 +198,13 @@ class TacoScapeArguments(TacoScapeOptions, TrainingArguments):
             value = getattr(self, name)
             if value < 0 or (value >= 1 and value != int(value)):
                 raise ValueError(f"{name} must be a share below 1 or a whole number of steps, got {value}")
+        shares = [v for v in (self.scape_hold_steps, self.scape_warmup_steps) if v < 1]
+        if self.dp_sync == "scape" and sum(shares) > 1:
+            raise ValueError(
+                f"scape_hold_steps and scape_warmup_steps are shares of max_steps: {sum(shares)} is over 1"
+            )
+        if self.dp_sync == "scape" and self.use_adams:
+            raise ValueError("use_adams is dense AdamS and dp_sync scape a sparse one: choose one of them")
         own_optimizer = [name for name in ("dp_sync scape", "use_adams") if self._wants(name)]
         if own_optimizer and self.optim not in DEFAULT_OPTIMIZERS:
             raise ValueError(

@@ -202,7 +202,6 @@ def _one_rank_without_gradient():
     accelerator.prepare(model)
     rank = dist.get_rank()
     accelerator.backward((used * (rank + 1)).sum() + ((sometimes * 4).sum() if rank == 0 else 0))
-    accelerator.sync_gradients_once()
     return used.grad.tolist(), sometimes.grad.tolist(), never.grad
 
 
@@ -243,3 +242,113 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_all(pool, tp):
     results = pool.run(2, _overflow, tp)
     assert all(r[:3] == (True, True, True) for r in results)
     assert results[0][3] == results[1][3], "the loss scales went apart"
+
+
+# ---- what a hostile but ordinary loop does
+
+
+def _hostile(how, tp_size, stock=False):
+    """One or two steps of an ordinary loop; returns the weights."""
+    set_seed(3)
+    steps = 2 if how == "clip every micro-batch" else 1
+    common = dict(gradient_accumulation_steps=steps)
+    options = dict(tp_size=tp_size, tp_codec="none", tp_min_bytes=0, dataloader_config=None)
+    del options["dataloader_config"]
+    accelerator = Accelerator(cpu=True, **common) if stock else TacoScapeAccelerator(**options, **common)
+    model = tiny.build("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inner = accelerator.unwrap_model(model)
+    for step in range(4):
+        batch = tiny.batch(2, 10 * step + accelerator.process_index)
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            return loss
+
+        if how == "closure":
+            optimizer.step(closure)
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if how == "two losses":
+                accelerator.backward(model(**tiny.batch(2, 99 + step)).loss)
+            if how == "edited" and step % 2:
+                inner.get_input_embeddings().weight.grad[:50] = 0
+            if how == "clipped by torch":
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            if how == "clip every micro-batch":
+                accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            if how == "skipped" and step == 1:
+                optimizer.zero_grad(set_to_none=False)
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = inner.state_dict() if stock else gather_state_dict(inner)
+    return {k: v.clone() for k, v in weights.items()}
+
+
+HOSTILE = ["closure", "two losses", "edited", "clipped by torch", "clip every micro-batch", "skipped"]
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+@pytest.mark.parametrize("tp,dp", [(1, 2), (2, 1), (2, 2)])
+def test_ordinary_loops_equal_stock_accelerate(pool, how, tp, dp):
+    """Gradients are final when backward returns, as under DDP: they may be read, changed, clipped and thrown away."""
+    (expected, *_) = pool.run(dp, _hostile, how, 1, stock=True)
+    for weights in pool.run(tp * dp, _hostile, how, tp):
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], atol=2e-6, rtol=2e-5, msg=f"{how}: {name}")
+
+
+def _foreign_backward(tp_size):
+    accelerator = TacoScapeAccelerator(tp_size=tp_size, tp_codec="none")
+    model = tiny.build("qwen3")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(**tiny.batch(2, 0)).loss.backward()
+    with pytest.raises(RuntimeError, match="call accelerator.backward"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_loss_backward_is_refused(pool, tp):
+    pool.run(2, _foreign_backward, tp)
+
+
+def _trigger():
+    accelerator = TacoScapeAccelerator(tp_size=2)
+    if dist.get_rank() == 0:
+        accelerator.set_trigger()
+    return accelerator.check_trigger(), accelerator.check_trigger()
+
+
+def test_a_trigger_reaches_every_rank(pool):
+    assert pool.run(2, _trigger) == [(True, False)] * 2
+
+
+def _unusual_models():
+    accelerator = TacoScapeAccelerator(tp_size=2, tp_codec="none")
+    with pytest.raises(ValueError, match="Adafactor: its update needs whole matrices"):
+        model = tiny.build("qwen3")
+        accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
+    only_norms = tiny.build("qwen3")
+    for name, parameter in only_norms.named_parameters():
+        parameter.requires_grad_("q_norm" in name)
+    accelerator = TacoScapeAccelerator(tp_size=2, tp_codec="none")
+    trained = [p for p in only_norms.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(only_norms, torch.optim.SGD(trained, lr=0.1))
+    accelerator.backward(model(**tiny.batch(2, dist.get_rank() // 2)).loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    wide = TacoScapeAccelerator(tp_size=2, tp_codec="none")
+    model, optimizer = wide.prepare(tiny.build("qwen3").double(), None)
+    wide.backward(model(**tiny.batch(2, 0)).loss)
+    assert wide.clip_grad_norm_(model.parameters(), 1.0) > 0
+    return norm.item()
+
+
+def test_frozen_but_for_partial_parameters_and_float64(pool):
+    norms = pool.run(4, _unusual_models)
+    assert len(set(norms)) == 1 and norms[0] > 0

@@ -138,3 +138,18 @@ class Heartbeat:
     def _end_process(message: str) -> None:
         print(f"hf_taco_scape: {message}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
+
+
+def wait_for_all(what: str, timeout_s: float) -> None:
+    """Wait until every rank of the world has come here; RuntimeError with the fix where some do not call `what`."""
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    turn = store.add(f"hf_taco_scape/{what}/{dist.get_rank()}", 1)  # the same number on all ranks
+    key, deadline = f"hf_taco_scape/{what}/turn{turn}", time.monotonic() + timeout_s
+    store.add(key, 1)
+    while (here := store.add(key, 0)) < world:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{what} gathers slices from all {world} processes, but only {here} called it: call it on every "
+                "process, not under `if is_main_process`"
+            )
+        time.sleep(0.01)

@@ -40,7 +40,8 @@ def from_pretrained(
         patterns = ["*.safetensors", "*.safetensors.index.json", "*config.json"]
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     config = AutoConfig.from_pretrained(folder) if config is None else config
-    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    if isinstance(dtype, str):
+        dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     # buffers (rotary frequencies) are computed by the constructors and are not in the file: they must be real
     with init_empty_weights(include_buffers=False):
         model = model_class.from_config(config, dtype=dtype)

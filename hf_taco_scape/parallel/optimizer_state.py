@@ -43,6 +43,12 @@ def load_optimizer_states(
             dp_sizes[int(match[4]) if match[4] else None] = True
     if not dp_sizes:
         saved = saved_tp_size(folder)
+        if saved == dims.tp_size:
+            raise ValueError(
+                f"{folder} holds the optimizer state of a dense run: dp_sync was not scape when it was saved. Resume "
+                "with the dp_sync it was saved with, or start a new run from its weights (for ScapeCallback, "
+                "resume_from names the checkpoint)"
+            )
         raise ValueError(
             f"{folder} has no optimizer state for tp_size {dims.tp_size}"
             + (f": it was saved with tp_size {saved}" if saved else "")

@@ -70,7 +70,8 @@ def gradient_norm(parameters, weights: dict, group) -> torch.Tensor:
     device = next(iter(gradients.values())).device
     replicated, split = torch.zeros((), device=device), torch.zeros((), device=device)
     for parameter, gradient in gradients.items():
-        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square().to(device)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        square = torch.linalg.vector_norm(gradient, dtype=wide).square().to(device, torch.float32)
         if parameter in weights:
             split += square * weights[parameter]
         else:

@@ -256,7 +256,7 @@ class ScapeAdamS(Optimizer):
 
     @property
     def _device(self) -> torch.device:
-        return self.param_groups[0]["params"][0].device
+        return next(p.device for group in self.param_groups for p in group["params"])
 
     @property
     def _tp(self) -> list[dist.ProcessGroup]:

@@ -287,3 +287,41 @@ def _drift():
 
 def test_check_replicas_names_the_parameter_that_drifted(pool):
     pool.run(2, _drift)
+
+
+def _save_on_rank_zero(tp, folder):
+    import hf_taco_scape.trainer as trainer_module
+
+    args = training.arguments(tp, folder, max_steps=1)
+    built, _ = training.trainer("gpt2", args)
+    built.train()
+    kept, trainer_module.SAVE_TIMEOUT_S = trainer_module.SAVE_TIMEOUT_S, 2.0
+    try:
+        if built.is_world_process_zero():
+            if tp == 1:
+                built.save_model(folder)
+            else:
+                with pytest.raises(RuntimeError, match="only 1 called it: call it on every process"):
+                    built.save_model(folder)
+    finally:
+        trainer_module.SAVE_TIMEOUT_S = kept
+    dist.barrier()
+
+
+def test_saving_on_one_rank_works_without_tp_and_is_refused_with_it(pool, tmp_path):
+    pool.run(2, _save_on_rank_zero, 1, str(tmp_path / "dp"))
+    assert (tmp_path / "dp/model.safetensors").is_file()
+    pool.run(2, _save_on_rank_zero, 2, str(tmp_path / "tp"))
+
+
+def _load_slices_as_text():
+    from hf_taco_scape.parallel.loading import from_pretrained
+
+    tiny.build("llama").save_pretrained("whole")
+    dist.barrier()
+    model = from_pretrained("whole", dist.group.WORLD, codec="none", dtype="bfloat16")
+    return {p.dtype for p in model.parameters()}
+
+
+def test_from_pretrained_takes_a_dtypes_name(pool):
+    assert pool.run(2, _load_slices_as_text) == [{torch.bfloat16}] * 2

@@ -402,3 +402,46 @@ def test_saved_model_is_plain(pool, tmp_path):
     pool.run(4, _train, str(tmp_path / "a"), 2)
     model = tf.AutoModelForCausalLM.from_pretrained(str(tmp_path / "a/checkpoint-6"))
     assert gather_state_dict(model).keys() == tiny.build("qwen3").state_dict().keys()
+
+
+def _only_norms(tp):
+    args = training.arguments(tp, "out", max_steps=3, per_device_train_batch_size=2, weight_decay=0.1, **OURS)
+    built, recorder = training.trainer("qwen3", args)
+    for parameter in built.model.parameters():
+        parameter.requires_grad_(parameter.ndim == 1)
+    built.train()
+    return len(recorder.column("loss"))
+
+
+def test_only_norms_trainable(pool):
+    assert pool.run(2, _only_norms, 1) == [3, 3]
+
+
+def _model_init():
+    args = tf.TrainingArguments("out", use_cpu=True, report_to=[], max_grad_norm=0, max_steps=1)
+    built = tf.Trainer(
+        model_init=lambda: tiny.build("gpt2"), args=args, train_dataset=tiny.rows(8, 0), callbacks=[ScapeCallback()],
+        optimizer_cls_and_kwargs=scape_optimizer(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="built after the Trainer .model_init"):
+        built.train()
+
+
+def test_callback_refuses_a_model_that_ddp_averages(pool):
+    pool.run(2, _model_init)
+
+
+def _dense_then_scape(folder, resume=None, **changes):
+    args = training.arguments(1, folder, max_steps=4, save_strategy="steps", save_steps=2, **changes)
+    built, _ = training.trainer("gpt2", args)
+    if resume is None:
+        built.train()
+        return
+    with pytest.raises(ValueError, match="holds the optimizer state of a dense run"):
+        built.train(resume_from_checkpoint=resume)
+
+
+def test_a_dense_checkpoint_is_refused_by_scape(pool, tmp_path):
+    folder = str(tmp_path / "a")
+    pool.run(2, _dense_then_scape, folder)
+    pool.run(2, _dense_then_scape, folder, folder + "/checkpoint-2", **OURS)

@@ -45,6 +45,29 @@ def test_wrong_toggles_are_refused_with_the_valid_choices(wrong, message):
         TacoScapeOptions(**wrong).validate()
 
 
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        ({"tp_size": "two"}, "tp_size must be a number, got 'two'"),
+        ({"tp_size": 2.5}, "tp_size must be a whole number, got 2.5"),
+        ({"scape_density": "x"}, "scape_density must be a number"),
+        ({"dp_sync": "scape", "scape_hold_steps": 0.9, "scape_warmup_steps": 0.9}, "is over 1"),
+        ({"dp_sync": "scape", "use_adams": True}, "choose one of them"),
+        ({"dp_sync": "scape", "optim": "sgd"}, "brings its own optimizer"),
+        ({"scape_density": 0.0}, "must lie in"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+)
+def test_wrong_numbers_and_combinations_are_refused(tmp_path, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        TacoScapeArguments(str(tmp_path), report_to=[], **wrong)
+
+
+def test_numbers_that_yaml_reads_as_strings_are_numbers(tmp_path):
+    args = TacoScapeArguments(str(tmp_path), report_to=[], scape_density="1e-2", check_replicas="3", tp_size="1")
+    assert (args.scape_density, args.check_replicas, args.tp_size) == (0.01, 3, 1)
+
+
 TENSOR_PARALLEL_REFUSALS = [
     (dict(train_sampling_strategy="batch_rebalance"), "batch_rebalance"),
     (dict(auto_find_batch_size=True), "auto_find_batch_size"),

@@ -256,7 +256,8 @@ class ScapeAdamS(Optimizer):
 
     @property
     def _device(self) -> torch.device:
-        return next(p.device for group in self.param_groups for p in group["params"])
+        # a Trainer's first group is empty where only norms and biases are trained
+        return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
 
     @property
     def _tp(self) -> list[dist.ProcessGroup]:

@@ -108,7 +108,7 @@ def clamp_to_range_(values: torch.Tensor, bound: torch.Tensor, dtype: torch.dtyp
 class ScaledGroupCodec(Codec):
     """Groups of 128 under one bf16 scale: `y = H(x / 128)` or x, `q = round(y / s)`, `x^ = s * H(q)` or s * q.
 
-    Wire: codes of whole groups (the last one padded with zeros), then the scales. TACO.md section 2.
+    Wire: codes of whole groups (the last one padded with zeros), then the scales. docs/wire_formats.md, section 2.
     """
 
     qmax: int

@@ -1,7 +1,7 @@
 """Codec `taco`: the paper's operator (adaptive scale, Hadamard transform, second scale, E4M3), its range widened.
 
-TACO.md section 1. The published operator clips its scales, which loses groups around 1e-20 and 1e12 and turns a NaN
-into zeros; here such groups are brought into range by a power of two, folded into alpha, and a NaN stays a NaN.
+docs/wire_formats.md, section 1. The published operator clips its scales, which loses groups around 1e-20 and 1e12 and
+turns a NaN into zeros; here such groups are brought into range by a power of two, folded into alpha, and a NaN stays.
 """
 
 import math

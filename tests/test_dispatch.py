@@ -106,3 +106,83 @@ def test_unknown_codec_is_refused():
         from hf_taco_scape.codecs import get_codec
 
         get_codec("morse")
+
+
+SHAPES = [((2, 5, 3), 1), ((2, 5, 3), -2), ((4, 256), 0), ((1, 7, 130), 1), ((3, 1, 64), 1), ((2, 3, 129), 2)]
+
+
+def _pieces(codec, tolerance):
+    """Halves of an all-reduce along any dim, against plain torch.distributed; sizes that the ranks do not divide."""
+    comm = Communicator(dist.group.WORLD, codec)
+    for shape, dim in SHAPES:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
+        total = x.clone()
+        dist.all_reduce(total)
+        pieces = total.tensor_split(comm.size, dim)
+        got = comm.reduce_scatter(x, dim)
+        assert got.shape == pieces[comm.rank].shape and got.is_contiguous()
+        assert (got - pieces[comm.rank]).norm() <= tolerance * total.norm(), (shape, dim)
+        sizes = comm.piece_sizes(shape[dim])
+        assert sizes == [piece.shape[dim] for piece in pieces]
+        whole = comm.all_gather(pieces[comm.rank], dim, sizes)
+        assert whole.shape == total.shape and whole.is_contiguous()
+        assert (whole - total).norm() <= tolerance * total.norm(), (shape, dim)
+        equal = comm.all_gather(x.transpose(0, dim).contiguous().transpose(0, dim), dim)
+        assert equal.shape[dim] == comm.size * shape[dim]
+        assert (equal.narrow(dim, comm.rank * shape[dim], shape[dim]) - x).norm() <= tolerance * x.norm()
+    with pytest.raises(ValueError, match="do not fit"):
+        comm.all_gather(x, 0, [1] * (comm.size + 1))
+    return comm.meter.calls
+
+
+@pytest.mark.parametrize("codec,tolerance", [("none", 1e-6), ("hadamard-int8", 0.02)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_reduce_scatter_and_all_gather_work_along_any_dim(pool, world, codec, tolerance):
+    assert pool.run(world, _pieces, codec, tolerance) == [3 * len(SHAPES)] * world
+
+
+def _halves_with_thresholds():
+    """The threshold looks at the whole message, so that all ranks decide alike although their pieces differ."""
+    comm = Communicator(dist.group.WORLD, "hadamard-int4", "none", min_bytes=3 * 256 * 4)
+    exact = {}
+    for length in (2, 3):  # whole messages below and at the threshold, pieces of 1 + 1 and 2 + 1 rows
+        x = torch.randn(length, 256)
+        total = x.clone()
+        dist.all_reduce(total)
+        mine = total.tensor_split(2)[comm.rank]
+        exact[length] = (
+            torch.equal(comm.reduce_scatter(x, 0), mine),
+            torch.equal(comm.all_gather(mine, 0, comm.piece_sizes(length)), total),
+            torch.equal(comm.reduce_scatter(x, 0, backward=True), mine),
+        )
+    return exact
+
+
+def test_halves_have_the_threshold_and_codec_of_their_direction(pool):
+    for exact in pool.run(2, _halves_with_thresholds):
+        assert exact == {2: (True, True, True), 3: (False, False, True)}
+
+
+def _compiled_halves():
+    torch._dynamo.reset()
+    comm = Communicator(dist.group.WORLD, "hadamard-int8")
+    compiles = []
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    def halves(x):
+        y = comm.reduce_scatter(x, 1) * 2
+        return comm.all_gather(y, 1, comm.piece_sizes(x.shape[1])) + 1
+
+    fast = torch.compile(halves, backend=backend, fullgraph=True)
+    for length in (8, 17, 33, 64, 17):
+        x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(length + comm.rank))
+        a, b = halves(x), fast(x)
+        assert a.stride() == b.stride() and torch.equal(a, b)
+    return len(compiles)
+
+
+def test_halves_are_opaque_to_torch_compile(pool):
+    assert all(compiles <= 2 for compiles in pool.run(2, _compiled_halves))

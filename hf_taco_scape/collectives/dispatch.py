@@ -5,12 +5,13 @@ import logging
 import statistics
 import time
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..codecs import get_codec
-from .compressed import all_reduce
+from .compressed import all_gather, all_reduce, reduce_scatter
 from .meter import ByteMeter
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,44 @@ class Communicator:
         """Sum `x` (any shape) over the group into a new tensor, the same bits on every rank."""
         if torch.compiler.is_compiling():
             return _opaque_all_reduce(x, self._number, backward)
+        return all_reduce(x, self.group, self._codec_for(x, x.nbytes, backward), meter=self.meter)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, backward: bool = False) -> torch.Tensor:
+        """Sum `x` over the group and return, contiguous, this rank's piece along `dim`: `piece_sizes` has its length.
+
+        Plain torch.distributed: all_reduce, then `x.tensor_split(size, dim)[rank]`. `x` has one shape on all ranks.
+        """
+        if torch.compiler.is_compiling():
+            return _opaque_reduce_scatter(x, self._number, dim, backward)
+        codec = self._codec_for(x, x.nbytes, backward)
+        return _along(dim, lambda rows: reduce_scatter(rows, self.group, codec, meter=self.meter), x)
+
+    def all_gather(
+        self, x: torch.Tensor, dim: int, sizes: list[int] | None = None, backward: bool = False
+    ) -> torch.Tensor:
+        """Join the ranks' pieces along `dim` in rank order, contiguous, the same bits on every rank.
+
+        sizes: every rank's `x.shape[dim]`, needed where they differ (`piece_sizes(length)` after a reduce_scatter).
+        Plain torch.distributed: all_gather, then `torch.cat(pieces, dim)`.
+        """
+        if torch.compiler.is_compiling():
+            return _opaque_all_gather(x, self._number, dim, sizes, backward)
+        whole = x.shape[dim] * self.size if sizes is None else sum(sizes)
+        codec = self._codec_for(x, x.nbytes // max(x.shape[dim], 1) * whole, backward)
+        return _along(dim, lambda rows: all_gather(rows, self.group, codec, sizes, meter=self.meter), x)
+
+    def piece_sizes(self, length: int) -> list[int]:
+        """What `reduce_scatter` leaves of a dim of `length` on each rank: pieces that differ by one at most."""
+        return [_piece_size(length, self.size, rank) for rank in range(self.size)]
+
+    def _codec_for(self, x: torch.Tensor, nbytes: int, backward: bool):
+        """The codec of a message of `nbytes` (all ranks' pieces together); may take a sample of its error on `x`."""
         codec = self.codec_backward if backward else self.codec
-        if x.numel() * x.element_size() < self.min_bytes:
-            codec = self._dense
-        elif codec.name != "none":
+        if nbytes < self.min_bytes:
+            return self._dense
+        if codec.name != "none":
             self._sampler.see(x, codec, backward)
-        return all_reduce(x, self.group, codec, meter=self.meter)
+        return codec
 
     def request_error_sample(self) -> None:
         """Measure the codecs' relative error on one of the next messages of each direction."""
@@ -76,6 +109,43 @@ def _opaque_all_reduce(x: torch.Tensor, communicator: int, backward: bool) -> to
 @_opaque_all_reduce.register_fake
 def _(x: torch.Tensor, communicator: int, backward: bool) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hf_taco_scape::tp_reduce_scatter", mutates_args=())
+def _opaque_reduce_scatter(x: torch.Tensor, communicator: int, dim: int, backward: bool) -> torch.Tensor:
+    return _COMMUNICATORS[communicator].reduce_scatter(x, dim, backward)
+
+
+@_opaque_reduce_scatter.register_fake
+def _(x: torch.Tensor, communicator: int, dim: int, backward: bool) -> torch.Tensor:
+    comm, shape = _COMMUNICATORS[communicator], list(x.shape)
+    shape[dim] = _piece_size(shape[dim], comm.size, comm.rank)
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("hf_taco_scape::tp_all_gather", mutates_args=())
+def _opaque_all_gather(
+    x: torch.Tensor, communicator: int, dim: int, sizes: Sequence[int] | None, backward: bool
+) -> torch.Tensor:
+    sizes = None if sizes is None else list(sizes)
+    return _COMMUNICATORS[communicator].all_gather(x, dim, sizes, backward)
+
+
+@_opaque_all_gather.register_fake
+def _(x: torch.Tensor, communicator: int, dim: int, sizes: Sequence[int] | None, backward: bool) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * _COMMUNICATORS[communicator].size if sizes is None else sum(sizes)
+    return x.new_empty(shape)
+
+
+def _piece_size(length, ranks: int, rank: int):
+    """Length of piece `rank` of torch.tensor_split, without a branch: lengths are symbols under torch.compile."""
+    return (length - rank + ranks - 1) // ranks
+
+
+def _along(dim: int, collective, x: torch.Tensor) -> torch.Tensor:
+    """`collective`, which works along dim 0, along `dim` instead."""
+    return collective(x.movedim(dim, 0)).movedim(0, dim).contiguous()
 
 
 class _ErrorSampler:

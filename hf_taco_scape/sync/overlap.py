@@ -100,18 +100,19 @@ class OverlappedAverage:
         # ranks must agree on which parameters have a gradient anywhere, and on which got more of it too late
         facts = [[p.grad is not None for p in self.parameters], [arrivals > 1 for arrivals in self._arrivals]]
         facts = torch.tensor(facts, dtype=torch.uint8, device=self._buckets[0].flat.device)
-        dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self.group)
+        agreed = dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        for work in [*(bucket.work for bucket in self._buckets), agreed]:
+            work.wait()
         used, late = facts.tolist()
         for bucket in self._buckets:
-            bucket.work.wait()
-            bucket.flat.div_(self.ranks)
             for place, view in zip(bucket.places, bucket.views, strict=True):
                 parameter = self.parameters[place]
                 if late[place] or not used[place]:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(view)
+                # divided on the way back: memory is passed over twice a step, as under DDP
+                torch.div(view, self.ranks, out=parameter.grad)
         again = [p for p, is_late in zip(self.parameters, late, strict=True) if is_late]
         if again:
             average_gradients(again, self.group, self.meter)

@@ -77,7 +77,7 @@ class PlainLoop:
             with self.model.no_sync() if unsynced else contextlib.nullcontext():
                 loss = _loss(self.bench, self.model, batch)
                 (loss / len(batches)).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -108,7 +108,7 @@ class ProductLoop:
                 loss = _loss(self.bench, self.model, batch)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                    self.norm = accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return loss.detach()
@@ -139,21 +139,23 @@ def make_loop(bench: Bench, provider: str, shape: str, **scape):
     return PlainLoop(bench, model, optimizer, ddp=provider != "no-sync")
 
 
-def assert_right(bench: Bench, tokens: torch.Tensor, steps: int = 4) -> None:
+def assert_right(bench: Bench, tokens: torch.Tensor, count: int = 4) -> None:
     """AssertionError unless, in fp32, dense averaging trains as DDP does and SCAPE at density 1 as dense averaging."""
     args = argparse.Namespace(sequence=64, batch=4)
-    losses, weights = {}, {}
+    found = {}
     precision, bench.dtype = bench.dtype, torch.float32
     for name, extra in ((RIVAL, {}), ("dense", {}), ("scape-99-paper", {"density": 1.0})):
         loop = make_loop(bench, name, "gpt2-tiny", **extra)
         batches = e2e.Batches(tokens % 512, args, bench.device, bench.rank, bench.ranks)
-        losses[name] = torch.stack([loop.step(batches.take(2)) for _ in range(steps)])
-        weights[name] = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+        # the norm besides: AdamS hides a wrong scale of the gradients
+        steps = [torch.stack([loop.step(batches.take(2)), loop.norm]) for _ in range(count)]
+        found[name] = torch.stack(steps), torch.cat([p.detach().flatten() for p in loop.model.parameters()])
     bench.dtype = precision
     for name, reference in (("dense", RIVAL), ("scape-99-paper", "dense")):
-        error = ((losses[name] - losses[reference]) / losses[reference]).abs().max().item()
-        assert error <= 1e-6, f"{name}: losses differ from {reference}'s by {error:.1e}"
-        moved = (weights[name] - weights[reference]).abs().max().item() / (LR * steps)
+        (steps, weights), (expected, where) = found[name], found[reference]
+        loss, norm = ((steps - expected) / expected).abs().amax(0).tolist()
+        assert loss <= 1e-6 and norm <= 1e-5, f"{name}: loss {loss:.1e}, norm {norm:.1e} off {reference}'s"
+        moved = (weights - where).abs().max().item() / (LR * count)
         assert moved <= 1e-2, f"{name}: a weight differs from {reference}'s by {moved:.1e} of the distance moved"
 
 
@@ -195,8 +197,8 @@ def build_all(bench: Bench, tokens: torch.Tensor, rows: e2e.Rows) -> tuple[dict,
         if bench.device.type == "cuda":
             rows.add("memory", name, "peak, from the first step", "GiB", args.tokens[0], max(whole, peak.gib()))
             rows.add("memory", name, "peak of a later step", "GiB", args.tokens[0], peak.gib())
-        error = abs(first[name] / first[args.providers[0]] - 1)
-        assert error <= 1e-6, f"{name}: the first loss is {first[name]}, not {first[args.providers[0]]}"
+        expected, allowed = first[args.providers[0]], 1e-6 if bench.dtype == torch.float32 else 1e-4
+        assert abs(first[name] / expected - 1) <= allowed, f"{name}: first loss {first[name]}, not {expected}"
     return loops, feeds
 
 

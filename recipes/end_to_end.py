@@ -74,7 +74,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype = torch.float32, s
 
 def read_tokens(args: argparse.Namespace) -> torch.Tensor:
     """int64 [n]: the tokens of `--text`. ValueError where they do not fill one micro-batch."""
-    text = args.text.read_bytes()[: 40 * args.sequence * args.batch]
+    text = args.text.read_bytes()[: 2**20]
     if args.tokenizer == BYTES:
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     else:

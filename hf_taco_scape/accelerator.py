@@ -7,7 +7,6 @@ the step. Everything that concerns files and printing (`is_main_process`, `state
 """
 
 import atexit
-import logging
 from pathlib import Path
 
 import torch
@@ -19,18 +18,15 @@ from accelerate.utils import DataLoaderConfiguration, recursively_apply
 from torch import nn
 
 from . import hooks as _hooks  # noqa: F401  checks the hooks below at import
-from .collectives.dispatch import agree_on_largest
 from .gradients import StepGradients
 from .parallel import ParallelDims, gather_state_dict, parallelize, split_state
 from .parallel.heartbeat import Heartbeat
-from .parallel.model import group_device
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states
+from .resume import repeat_options, save_options
 from .scape import merge_for_other_dp_size
 from .sync import ScapeAdamS
 from .sync.amp import unscale_and_share
 from .training_args import WHOLE_MATRIX_OPTIMIZERS, TacoScapeOptions, check_launch
-
-logger = logging.getLogger(__name__)
 
 
 class TacoScapeAccelerator(Accelerator):
@@ -70,6 +66,7 @@ class TacoScapeAccelerator(Accelerator):
     def _attach(self, dims: ParallelDims, options: TacoScapeOptions) -> None:
         self.dims, self.options = dims, options
         self.gradients = StepGradients(dims)
+        self._communicators = []  # of the split models, in the order of prepare
         self._steps = 0
         self._heartbeat: Heartbeat | None = None
 
@@ -165,12 +162,9 @@ class TacoScapeAccelerator(Accelerator):
             parallelize(
                 model, self.dims.tp_group, options.tp_codec,
                 codec_backward=options.tp_codec_backward, min_bytes=options.tp_min_bytes,
+                backend=options.tp_backend, sequence_parallel=options.sequence_parallel,
+                agree_over=self.dims.wide_groups(),
             )  # fmt: skip
-            if options.tp_min_bytes == "auto":
-                comm = split_state(model).comm
-                groups, device = self.dims.wide_groups(), group_device(self.dims.tp_group)
-                comm.min_bytes = agree_on_largest(comm.min_bytes, groups, device)
-                logger.info("tp_min_bytes auto: messages from %d bytes travel as %s", comm.min_bytes, comm.codec.name)
         return model
 
     def prepare_model(self, model, device_placement=None, evaluation_mode=False):
@@ -178,7 +172,9 @@ class TacoScapeAccelerator(Accelerator):
             raise ValueError(
                 "tp_size > 1 does not work with adapters yet: merge_and_unload() the adapter, or use tp_size 1"
             )
-        self.split(model)
+        state = split_state(self.split(model))
+        if state is not None and state.comm not in self._communicators:
+            self._communicators.append(state.comm)
         # evaluation_mode: place, autocast and compile, but no DistributedDataParallel
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         self.gradients.add_model(model)
@@ -292,6 +288,7 @@ class TacoScapeAccelerator(Accelerator):
 
     def free_memory(self, *objects):
         self.gradients.forget()
+        self._communicators = []
         return super().free_memory(*objects)
 
     def save_state(self, output_dir=None, safe_serialization: bool = True, **kwargs):
@@ -305,6 +302,8 @@ class TacoScapeAccelerator(Accelerator):
             self._optimizers = optimizers
         states = [optimizer.state_dict() for optimizer in optimizers]
         save_optimizer_states(Path(location), states, self.dims, per_dp_rank=self.gradients.scape is not None)
+        if self.is_main_process:
+            save_options(Path(location), self.options, self.dims, self._communicators)
         self.wait_for_everyone()
         return location
 
@@ -321,6 +320,7 @@ class TacoScapeAccelerator(Accelerator):
             self._optimizers = optimizers
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+        repeat_options(Path(input_dir).expanduser(), self.dims, self._communicators)
 
 
 class _SyncedOptimizer(AcceleratedOptimizer):

@@ -5,7 +5,6 @@ data-parallel world (accelerator.py), and checkpoints are gathered into plain on
 """
 
 import contextlib
-import json
 import logging
 from pathlib import Path
 
@@ -18,13 +17,11 @@ from .accelerator import TacoScapeAccelerator
 from .parallel import ParallelDims, gather_state_dict, split_state
 from .parallel.heartbeat import wait_for_all
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states, saved_tp_size
+from .resume import repeat_options, save_options
 from .scape import merge_for_other_dp_size, optimizer_class_and_arguments, scape_figures
 from .training_args import TacoScapeArguments
 
-logger = logging.getLogger(__name__)
-
 SAVE_TIMEOUT_S = 120.0
-OPTIONS_NAME = "hf_taco_scape.json"  # what a resume must repeat
 
 
 class TacoScapeTrainer(Trainer):
@@ -150,7 +147,7 @@ class TacoScapeTrainer(Trainer):
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if self.args.should_save:
-            (folder / OPTIONS_NAME).write_text(json.dumps(self._options_to_repeat()))
+            save_options(folder, self.args, self.accelerator.dims, self._communicators)
         if self.args.tp_size == 1 and not self._scape:
             return super()._save_optimizer_and_scheduler(output_dir)
         save_optimizer_states(folder, [self.optimizer.state_dict()], self.accelerator.dims, per_dp_rank=self._scape)
@@ -161,7 +158,7 @@ class TacoScapeTrainer(Trainer):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        self._repeat_options(folder)
+        repeat_options(folder, self.accelerator.dims, self._communicators)
         saved = saved_tp_size(folder)
         if saved is None and not (folder / SCHEDULER_NAME).is_file():
             return  # written with save_only_model: weights are all there is, as in the parent
@@ -177,24 +174,7 @@ class TacoScapeTrainer(Trainer):
     def _scape(self) -> bool:
         return self.args.dp_sync == "scape"
 
-    def _options_to_repeat(self) -> dict:
+    @property
+    def _communicators(self) -> list:
         state = split_state(self.model)
-        return {
-            "tp_size": self.args.tp_size,
-            "dp_size": self.accelerator.dims.dp_size,
-            "tp_codec": self.args.tp_codec,
-            "tp_codec_backward": self.args.tp_codec_backward,
-            "tp_min_bytes": state.comm.min_bytes if state else None,
-        }
-
-    def _repeat_options(self, folder: Path) -> None:
-        """A measured threshold must not change at a resume: the same messages travel compressed as before."""
-        state, file = split_state(self.model), folder / OPTIONS_NAME
-        if state is None or self.args.tp_min_bytes != "auto" or not file.is_file():
-            return
-        saved = json.loads(file.read_text())["tp_min_bytes"]
-        if saved is not None and saved != state.comm.min_bytes:
-            logger.info(
-                "tp_min_bytes auto: %d from the checkpoint instead of %d measured now", saved, state.comm.min_bytes
-            )
-            state.comm.min_bytes = saved
+        return [state.comm] if state else []

@@ -7,13 +7,12 @@ import torch
 from transformers import TrainingArguments
 
 from .codecs import list_codecs
+from .collectives.dispatch import BACKENDS
+from .collectives.presets import codec_choices, codec_pair
 from .sync.scape_adams import CHOICES as SCAPE_CHOICES
 
-TP_BACKENDS = ("auto", "c10d")
 DP_SYNCS = ("dense", "scape")
 RESIDUAL_DEVICES = ("cuda", "cpu")
-# named in the documentation, refused by name until they exist
-NOT_YET = {"tp_backend": ("symm_mem",)}
 
 NUMBERS = {"tp_size": int, "check_replicas": int, "heartbeat_timeout": float}
 SCAPE_NUMBERS = {"scape_density": float, "scape_hold_steps": float, "scape_warmup_steps": float}
@@ -41,23 +40,37 @@ class TacoScapeOptions:
         default="taco",
         metadata={
             "help": "Wire format of tensor-parallel messages: taco, fp8, int8, hadamard-int8, hadamard-int6, "
-            "hadamard-int4, none (uncompressed), or one that was registered."
+            "hadamard-int4, none (uncompressed), one that was registered, or a preset of a forward and a backward "
+            "one: int8-int4, int6-int4."
         },
     )
     tp_codec_backward: str | None = field(
-        default=None, metadata={"help": "Wire format of the backward messages; the same as tp_codec if not given."}
+        default=None,
+        metadata={
+            "help": "Wire format of the backward messages; if not given, what tp_codec says. Not with a preset."
+        },
     )
     tp_backend: str = field(
-        default="auto", metadata={"help": "auto or c10d: the process group's collectives (symm_mem is not built yet)."}
+        default="auto",
+        metadata={
+            "help": "c10d (the process group's collectives), symm_mem (fused kernels over symmetric memory), or auto: "
+            "measured at start."
+        },
     )
     tp_min_bytes: str = field(
         default="auto",
         metadata={
-            "help": "Messages of fewer bytes travel uncompressed; auto measures the crossover at start (all ranks "
-            "agree on it and checkpoints keep it)."
+            "help": "Messages of fewer bytes travel uncompressed; auto measures at start what is fastest at which "
+            "size (all ranks agree on it, checkpoints keep it)."
         },
     )
-    sequence_parallel: bool = field(default=False, metadata={"help": "Not built yet."})
+    sequence_parallel: bool = field(
+        default=False,
+        metadata={
+            "help": "While gradients are computed, each tensor-parallel rank keeps a piece of the sequence between "
+            "blocks: an all-reduce becomes a reduce-scatter and an all-gather, each compressed. Needs tp_size > 1."
+        },
+    )
     dp_sync: str = field(
         default="dense",
         metadata={"help": "How data-parallel ranks synchronise: dense gradients, or scape (sparse momentum, AdamS)."},
@@ -74,16 +87,20 @@ class TacoScapeOptions:
     def validate(self) -> None:
         """ValueError with the valid choices for the first toggle that is wrong; makes numbers of strings."""
         self._to_numbers(NUMBERS)
-        choices = {"tp_backend": TP_BACKENDS, "dp_sync": DP_SYNCS}
+        choices = {"tp_backend": BACKENDS, "dp_sync": DP_SYNCS}
         for name, valid in choices.items():
             self._check_choice(name, getattr(self, name), valid)
-        self._check_choice("tp_codec", self.tp_codec, list_codecs())
+        self._check_choice("tp_codec", self.tp_codec, codec_choices())
         if self.tp_codec_backward is not None:
             self._check_choice("tp_codec_backward", self.tp_codec_backward, list_codecs())
-        if self.sequence_parallel:
-            raise ValueError("sequence_parallel is not built yet: leave it false")
+        codec_pair(self.tp_codec, self.tp_codec_backward)
         if self.tp_size < 1:
             raise ValueError(f"tp_size must be at least 1, got {self.tp_size}")
+        if self.sequence_parallel and self.tp_size == 1:
+            raise ValueError(
+                "sequence_parallel splits the sequence over tensor-parallel ranks: set tp_size to 2 or more, or leave "
+                "sequence_parallel false"
+            )
         if self.check_replicas < 0:
             raise ValueError(f"check_replicas must be 0 (never) or a number of steps, got {self.check_replicas}")
         if self.heartbeat_timeout < 0:
@@ -116,8 +133,6 @@ class TacoScapeOptions:
 
     @staticmethod
     def _check_choice(name: str, value: str, valid) -> None:
-        if value in NOT_YET.get(name, ()):
-            raise ValueError(f"{name} {value!r} is not built yet; choose one of: {', '.join(valid)}")
         if value not in valid:
             raise ValueError(f"{name} {value!r} is not known; choose one of: {', '.join(valid)}")
 

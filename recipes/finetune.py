@@ -12,7 +12,7 @@ TacoScapeArguments, which are transformers' TrainingArguments and more; a YAML o
 
 import logging
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from transformers import TrainerCallback, set_seed
@@ -21,7 +21,6 @@ import report
 from common import ModelArguments, accepts, load_model_and_tokenizer, parse_arguments, setup_logging
 from evaluate_downstream import DownstreamArguments, collect_questions, evaluate_questions
 from hf_taco_scape import TacoScapeArguments, TacoScapeTrainer
-from hf_taco_scape.collectives.dispatch import NEVER
 from hf_taco_scape.parallel import split_state
 from task_data import CompletionCollator, DataArguments, load_split, training_rows
 
@@ -44,17 +43,6 @@ class TokensAtStart(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.tokens = state.num_input_tokens_seen
-
-
-@contextmanager
-def uncompressed(model):
-    """Inside, a split model's messages travel as they are; all ranks enter it together."""
-    comm = split_state(model).comm
-    threshold, comm.min_bytes = comm.min_bytes, NEVER
-    try:
-        yield
-    finally:
-        comm.min_bytes = threshold
 
 
 def closing_facts(trainer, metrics: dict, tokens: int, sent: Counter) -> dict[str, str]:
@@ -110,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
 
     def ask(name: str, codec: str) -> dict:
         logger.info("asking %d questions: %s, codec %s", sum(map(len, tasks.values())), name, codec)
-        plain = uncompressed(trainer.model) if args.tp_size > 1 and codec == "none" else nullcontext()
+        split = split_state(trainer.model)
+        plain = split.comm.uncompressed() if split and codec == "none" else nullcontext()
         with trainer.accelerator.autocast(), plain:
             scores = evaluate_questions(
                 trainer.model, tokenizer, tasks, downstream_args, data_args.max_length, trainer.accelerator

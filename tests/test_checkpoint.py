@@ -27,7 +27,7 @@ def _train(folder, family="gpt2", tp_size=2, resume=None, model_changes=None, st
         built.add_callback(_StopAt(stop_after))
     built.train(resume_from_checkpoint=resume)
     bits = {name: p.detach().clone() for name, p in built.model.named_parameters()}
-    return recorder.column("loss"), bits, split_state(built.model).comm.min_bytes if tp_size > 1 else None
+    return recorder.column("loss"), bits, split_state(built.model).comm.table.to_json() if tp_size > 1 else None
 
 
 class _StopAt(tf.TrainerCallback):
@@ -213,16 +213,18 @@ def test_weights_load_at_any_tp_size(pool, tmp_path):
         torch.testing.assert_close(pool.run(world, _weights_elsewhere, checkpoint)[0], plain, atol=1e-5, rtol=1e-5)
 
 
-def test_measured_threshold_is_kept_by_a_resume(pool, tmp_path):
+def test_measured_routes_are_kept_by_a_resume(pool, tmp_path):
     folder = str(tmp_path / "a")
     measured = pool.run(2, _train, folder, stop_after=3, tp_codec="taco", tp_min_bytes="auto")
     assert measured[0][2] == measured[1][2]
     file = tmp_path / "a/checkpoint-3/hf_taco_scape.json"
     saved = json.loads(file.read_text())
-    assert saved["tp_min_bytes"] == measured[0][2]
-    file.write_text(json.dumps({**saved, "tp_min_bytes": 12345}))
+    (routes,) = saved["routes"]
+    assert routes["table"] == measured[0][2]
+    other = {key: [[0, "none", "c10d", 0], [12345, "taco", "c10d", 1]] for key in routes["table"]}
+    file.write_text(json.dumps({**saved, "routes": [{**routes, "table": other}]}))
     resumed = pool.run(2, _train, folder, resume=folder + "/checkpoint-3", tp_codec="taco", tp_min_bytes="auto")
-    assert [r[2] for r in resumed] == [12345, 12345]
+    assert [r[2] for r in resumed] == [other, other]
 
 
 def test_resume_from_weights_only_starts_the_optimizer_anew(pool, tmp_path):

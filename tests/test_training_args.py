@@ -26,10 +26,14 @@ def one_process(monkeypatch):
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        ({"tp_codec": "morse"}, "tp_codec 'morse' is not known; choose one of: .*taco.*hadamard-int6"),
+        ({"tp_codec": "morse"}, "tp_codec 'morse' is not known; choose one of: .*taco.*hadamard-int6.*int6-int4"),
         ({"tp_codec_backward": "x"}, "tp_codec_backward 'x' is not known; choose one of"),
-        ({"tp_backend": "symm_mem"}, "tp_backend 'symm_mem' is not built yet; choose one of: auto, c10d"),
-        ({"tp_backend": "mpi"}, "tp_backend 'mpi' is not known; choose one of: auto, c10d"),
+        ({"tp_codec_backward": "int6-int4"}, "tp_codec_backward 'int6-int4' is not known; choose one of: .*fp8"),
+        (
+            {"tp_codec": "int8-int4", "tp_codec_backward": "fp8"},
+            "'int8-int4' is a preset of hadamard-int8 forward and hadamard-int4 backward, so codec_backward 'fp8'",
+        ),
+        ({"tp_backend": "mpi"}, "tp_backend 'mpi' is not known; choose one of: auto, c10d, symm_mem"),
         ({"sequence_parallel": True}, "sequence_parallel is not built yet"),
         ({"dp_sync": "lazy"}, "dp_sync 'lazy' is not known; choose one of: dense"),
         ({"tp_size": 0}, "tp_size must be at least 1, got 0"),

@@ -21,20 +21,26 @@ from .transport import exchange, gather, group_ranks
 
 @torch.no_grad()
 def all_reduce(
-    x: torch.Tensor, group=None, codec: str | Codec = "taco", meter: ByteMeter | None = None
+    x: torch.Tensor,
+    group=None,
+    codec: str | Codec = "taco",
+    meter: ByteMeter | None = None,
+    shots: int = 0,
 ) -> torch.Tensor:
     """Return the sum of `x` over the ranks of `group`, a new contiguous tensor of x's shape and dtype on every rank.
 
-    Plain torch.distributed: `out = x.clone(); dist.all_reduce(out, group=group)`. Two ranks take one shot (same bytes,
-    one quantisation instead of two), more take two (docs/wire_formats.md). `x` may be empty or have any strides.
-    Raises ValueError for an unknown codec, a dtype it does not send, and a process outside the group.
+    Plain torch.distributed: `out = x.clone(); dist.all_reduce(out, group=group)`. shots: 1 or 2; by default (or 0) two
+    ranks take one (same bytes, one quantisation instead of two), more take two (docs/wire_formats.md). `x` may be
+    empty or have any strides. Raises ValueError for an unknown codec, a dtype it does not send, and a process outside
+    the group.
     """
     codec, _, ranks = _check(x, group, codec)
     if ranks == 1 or x.numel() == 0:
         return _nothing_sent(x.clone(memory_format=torch.contiguous_format), meter)
     if isinstance(codec, IdentityCodec):
         return dense.all_reduce(x, group, meter)
-    return (one_shot_all_reduce if ranks == 2 else two_shot_all_reduce)(x, group, codec, meter)
+    shots = shots or (1 if ranks == 2 else 2)
+    return (one_shot_all_reduce if shots == 1 else two_shot_all_reduce)(x, group, codec, meter)
 
 
 @torch.no_grad()

@@ -1,15 +1,28 @@
 """Splits a Hugging Face model over a tensor-parallel group in place: checks everything first, then swaps modules."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..collectives.dispatch import Communicator, measure_min_bytes
-from ..layers import COLWISE_LAYERS, OUT_DIM, ROWWISE_LAYERS, SplitRng, copy_to_split, linear_kind
-from ..plans import COUNTS, Block, Plan, get_plan, matches
+from ..collectives.dispatch import Communicator, open_communicator
+from ..collectives.routes import OPERATIONS
+from ..layers import (
+    COLWISE_LAYERS,
+    OUT_DIM,
+    ROWWISE_LAYERS,
+    Boundary,
+    LayerEntry,
+    LeadEntry,
+    SplitRng,
+    StackEntry,
+    StackExit,
+    linear_kind,
+)  # fmt: skip
+from ..plans import COUNTS, Block, Plan, Stack, get_plan, matches
 from .model import as_split_model, group_device, split_state
 from .parallel_dims import agree
 from .replicas import differing_tensors
@@ -26,6 +39,9 @@ def parallelize(
     *,
     codec_backward: str | None = None,
     min_bytes: int | str = 0,
+    backend: str = "auto",
+    sequence_parallel: bool = False,
+    agree_over: Sequence[dist.ProcessGroup] = (),
 ) -> nn.Module:
     """Swap `model`'s attention and MLP layers for split ones, in place, and return it; collective over `tp_group`.
 
@@ -34,12 +50,16 @@ def parallelize(
     Parameters keep their identity, so an optimizer built before stays valid as long as it has no state. Embeddings,
     norms and the head are replicated.
 
-    codec, codec_backward: wire formats of activations and gradients (`hf_taco_scape.list_codecs()`).
-    plan: overrides the table of `config.model_type`. min_bytes: smaller messages travel uncompressed; "auto" measures.
-    A group of one (or None) returns the model unchanged.
+    codec, codec_backward: wire formats of activations and gradients (`hf_taco_scape.list_codecs()`), or a preset.
+    plan: overrides the table of `config.model_type`. min_bytes: smaller messages travel uncompressed; "auto" measures
+    what is fastest at which size. backend: c10d, symm_mem or auto. sequence_parallel: between blocks each rank keeps a
+    piece of the sequence while gradients are computed (docs/how_it_works.md). agree_over: data-parallel groups, whose
+    members must choose alike (then it is collective over them too). A group of one (or None) returns the model
+    unchanged.
 
     Raises ValueError, before anything is changed, for unknown model types and codecs, layers that no rule names, rules
-    that name nothing, layers that are not plain linear ones (quantised, adapted) and heads that cannot be dealt out.
+    that name nothing, layers that are not plain linear ones (quantised, adapted), heads that cannot be dealt out, and
+    sequence_parallel with a plan that has no `stack`.
     """
     if split_state(model) is not None:
         raise ValueError("this model is split already; parallelize a freshly loaded one")
@@ -47,13 +67,20 @@ def parallelize(
         raise ValueError("adapters on split layers are not supported yet: merge_and_unload() the adapter first")
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return model
-    agree({"codec": codec, "codec_backward": codec_backward, "min_bytes": min_bytes}, tp_group)
-    comm = Communicator(tp_group, codec, codec_backward, min_bytes=0 if min_bytes == "auto" else min_bytes)
-    surgery = plan_surgery(model, plan or get_plan(model.config.model_type), comm.size)
+    settings = {
+        "codec": codec, "codec_backward": codec_backward, "min_bytes": min_bytes, "backend": backend,
+        "sequence_parallel": sequence_parallel,
+    }  # fmt: skip
+    agree(settings, tp_group)
+    plan = plan or get_plan(model.config.model_type)
+    surgery = plan_surgery(model, plan, dist.get_world_size(tp_group), sequence_parallel)
     device = group_device(tp_group)
+    comm = open_communicator(
+        tp_group, codec, codec_backward,
+        min_bytes=min_bytes, backend=backend, device=device,
+        operations=OPERATIONS if sequence_parallel else OPERATIONS[:1], agree_over=agree_over,
+    )  # fmt: skip
     _equalize(model, tp_group, device)
-    if min_bytes == "auto":
-        comm.min_bytes = measure_min_bytes(comm, device)
     surgery.apply(comm)
     as_split_model(model, comm, device)
     logger.info(surgery.summary(comm))
@@ -71,6 +98,30 @@ class _LayerSplit:
 
 
 @dataclass
+class StackSplit:
+    """What sequence parallelism adds: `partial` are the layers' norms, which see this rank's positions only."""
+
+    base: nn.Module
+    rules: Stack
+    layers: list[nn.Module]
+    norm: nn.Module
+    partial: list[nn.Module]
+
+    def apply(self, boundary: Boundary) -> None:
+        comm = boundary.comm
+        self.base.register_forward_pre_hook(StackEntry(), with_kwargs=True)
+        for layer in self.layers:
+            rng = SplitRng(comm.rank, self.rules.dropout) if self.rules.dropout else None
+            entry = LayerEntry(comm, layer is self.layers[0], rng)
+            layer.register_forward_pre_hook(entry, with_kwargs=True)
+            layer.register_forward_hook(entry.leave)
+            getattr(layer, self.rules.lead).register_forward_pre_hook(LeadEntry(boundary), with_kwargs=True)
+        self.norm.register_forward_pre_hook(StackExit(boundary))
+        for module in self.partial:
+            module.tp_partial = tuple(name for name, _ in module.named_parameters(recurse=False))
+
+
+@dataclass
 class Surgery:
     """What will be done to a model, all checked: nothing here can fail once `apply` begins."""
 
@@ -78,23 +129,29 @@ class Surgery:
     blocks: list[tuple[nn.Module, Block]] = field(default_factory=list)
     replicated: list[str] = field(default_factory=list)
     heads: HeadLayout | None = None
+    stack: StackSplit | None = None
 
     def apply(self, comm: Communicator) -> None:
-        rngs = {}
+        rngs, boundary = {}, Boundary(comm)
+        if self.stack is not None:
+            self.stack.apply(boundary)
         for block, rules in self.blocks:
             rng = SplitRng(comm.rank, rules.dropout) if rules.dropout else None
             rngs[id(block)] = rng
             for attribute, expression in rules.counts.items():
                 setattr(block, attribute, COUNTS[expression](**self.heads.local(comm.rank)))
             for child in rules.partial:
-                getattr(block, child).tp_partial = True
-            block.register_forward_pre_hook(BlockEntry(comm, rng), with_kwargs=True)
+                module = getattr(block, child)
+                module.tp_partial = tuple(name for name, _ in module.named_parameters(recurse=False))
+            block.register_forward_pre_hook(BlockEntry(boundary, rng), with_kwargs=True)
         for split in self.layers:
             kind = type(split.layer)
             if split.style == "colwise":
                 new = COLWISE_LAYERS[kind](split.layer, split.shards, comm.rank)
             else:
-                new = ROWWISE_LAYERS[kind](split.layer, split.shards, comm.rank, comm, rngs[id(split.block)])
+                new = ROWWISE_LAYERS[kind](split.layer, split.shards, comm.rank, boundary, rngs[id(split.block)])
+                if self.stack is not None and new.bias is not None:
+                    new.tp_partial = ("bias",)  # added to this rank's positions
             setattr(split.block, split.child, new)
 
     def summary(self, comm: Communicator) -> str:
@@ -102,26 +159,27 @@ class Surgery:
         return (
             f"tensor parallel over {comm.size} ranks: {len(self.layers)} layers split in {len(self.blocks)} blocks "
             f"(this rank: {local['heads']} of {self.heads.total_heads} heads, {local['kv_heads']} of "
-            f"{self.heads.total_kv_heads} KV heads), {len(self.replicated)} modules replicated; "
-            f"codec {comm.codec.name} forward, {comm.codec_backward.name} backward, from {comm.min_bytes} bytes"
+            f"{self.heads.total_kv_heads} KV heads), {len(self.replicated)} modules replicated"
+            f"{', activations between blocks split along the sequence' if self.stack else ''}; "
+            f"codec {comm.codec.name} forward, {comm.codec_backward.name} backward"
         )
 
 
 class BlockEntry:
     """Forward pre-hook of a block: its input enters the split part, and so do the random numbers."""
 
-    def __init__(self, comm: Communicator, rng: SplitRng | None) -> None:
-        self.comm, self.rng = comm, rng
+    def __init__(self, boundary: Boundary, rng: SplitRng | None) -> None:
+        self.boundary, self.rng = boundary, rng
 
     def __call__(self, block, args, kwargs):
         hidden = args[0] if args else kwargs["hidden_states"]
         if self.rng is not None:
             self.rng.enter(block, hidden.device)
-        hidden = copy_to_split(hidden, self.comm)
+        hidden = self.boundary.enter(hidden)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def plan_surgery(model: nn.Module, plan: Plan, tp_size: int) -> Surgery:
+def plan_surgery(model: nn.Module, plan: Plan, tp_size: int, sequence_parallel: bool = False) -> Surgery:
     """Match every module that owns parameters against `plan`; ValueError names what does not fit. Changes nothing."""
     surgery = Surgery(heads=_deal_heads(model.config, tp_size))
     base = model.base_model_prefix + "." if getattr(model, "base_model_prefix", "") else ""
@@ -152,7 +210,27 @@ def plan_surgery(model: nn.Module, plan: Plan, tp_size: int) -> Surgery:
         raise ValueError(
             f"rules of the plan that fit no module of {type(model).__name__}: {', '.join(sorted(unused))}"
         )
+    if sequence_parallel:
+        surgery.stack = _plan_stack(model, plan, surgery.replicated, base)
     return surgery
+
+
+def _plan_stack(model: nn.Module, plan: Plan, replicated: list[str], base: str) -> StackSplit:
+    rules = plan.stack
+    if rules is None:
+        raise ValueError(
+            f"the plan for {'/'.join(plan.model_types)} has no stack: sequence_parallel does not know where to cut. "
+            "Give it a plans.Stack, or leave sequence_parallel false"
+        )
+    modules = {name.removeprefix(base): module for name, module in model.named_modules()}
+    layers = {name: module for name, module in modules.items() if matches(rules.layers, name)}
+    missing = [what for what, found in ((rules.layers, layers), (rules.norm, rules.norm in modules)) if not found]
+    missing += [f"{name}.{rules.lead}" for name in layers if f"{name}.{rules.lead}" not in modules]
+    if missing:
+        raise ValueError(f"the plan's stack names {missing[0]}, which {type(model).__name__} does not have")
+    shorts = [name.removeprefix(base) for name in replicated]
+    partial = [modules[name] for name in shorts if any(name.startswith(f"{layer}.") for layer in layers)]
+    return StackSplit(model.base_model, rules, list(layers.values()), modules[rules.norm], partial)
 
 
 def _plan_block(surgery: Surgery, name: str, block: nn.Module, rules: Block, tp_size: int) -> dict[str, None]:

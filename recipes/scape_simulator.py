@@ -2,12 +2,11 @@
 
 Equal to ScapeAdamS bit for bit (tests/test_simulate_scape.py) where that sums in rank order (`ordered=True`). Beside
 the library's masks it knows two for study: `topk_mean` (top-k of the average c) and `half` (half of the entries by
-top-k, half swept cyclically). Also here: the rivals, as optimizers of the same interface.
+top-k, half swept cyclically). Slow, and the measure of scape_flat.py, which is fast.
 """
 
 import torch
 
-from hf_taco_scape.optim import AdamS
 from hf_taco_scape.optim.adams import adams_update_, state_dtype
 from hf_taco_scape.sync.density import DensitySchedule
 from hf_taco_scape.sync.layout import TensorLayout, plain_layout
@@ -261,69 +260,3 @@ class SimulatedScape:
             "clipped_share": float(self.clipped) / max(1, self.step_count),
             "bytes_sent": self.bytes_sent,
         }
-
-
-@torch.no_grad()
-def overlap(before: list, now: list, tensors: list[torch.Tensor]) -> float:
-    """Share of the entries of the selections `now` that were in `before`; one pair for each of the flat `tensors`."""
-    common, kept = 0, 0
-    for old, new, tensor in zip(before, now, tensors, strict=True):
-        hit = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
-        old.put_(hit, True)
-        common += int(new.take(hit).sum())
-        kept += new.take(hit).numel()
-    return common / kept
-
-
-class DenseRival:
-    """A dense torch optimizer on the averaged gradient, clipped by its norm."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
-        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
-        self.param_groups = optimizer.param_groups
-        self.params = [p for group in optimizer.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def step(self, grads: list[torch.Tensor]) -> None:
-        for p, g in zip(self.params, grads, strict=True):
-            p.grad = mean_in_rank_order(g)
-        if self.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(self.params, self.max_grad_norm)
-        self.optimizer.step()
-
-    @torch.no_grad()
-    def largest_momenta(self, density: float) -> tuple[list, list[torch.Tensor]]:
-        """Selections of the matrices' largest first moments, and the moments (flat); empty before the first step."""
-        key = "momentum" if isinstance(self.optimizer, AdamS) else "exp_avg"
-        states = [self.optimizer.state[p] for p in self.params if p.dim() >= 2]
-        momenta = [state[key].view(-1) for state in states if state]
-        schedule = DensitySchedule(density)
-        chosen = [select_topk(m, schedule.kept(2, m.numel())) for m in momenta]
-        return [IndexSelection(c.nonzero().view(-1)) for c in chosen], momenta
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-
-class NaiveTopK(DenseRival):
-    """Each rank's own top-k of its gradient plus its error so far, under AdamW on the mean of what the ranks sent."""
-
-    def __init__(self, optimizer, world: int, schedule: DensitySchedule, max_grad_norm: float | None) -> None:
-        super().__init__(optimizer, max_grad_norm)
-        self.schedule, self.count = schedule, 0
-        self.errors = [p.new_zeros(world, p.numel()) if p.dim() >= 2 else None for p in self.params]
-
-    @torch.no_grad()
-    def step(self, grads: list[torch.Tensor]) -> None:
-        self.count += 1
-        sent = []
-        for g, error in zip(grads, self.errors, strict=True):
-            if error is None:
-                sent.append(g)
-                continue
-            error.add_(g.reshape(error.shape))
-            k = self.schedule.kept(self.count, error.shape[1])
-            chosen = torch.stack([select_topk(row, k) for row in error])
-            sent.append((error * chosen).view_as(g))
-            error.masked_fill_(chosen, 0.0)
-        super().step(sent)

@@ -1,108 +1,38 @@
 """Training study of SCAPE and its rivals: W virtual data-parallel ranks on one GPU or CPU, many configurations a run.
 
-    python recipes/simulate_scape.py --text corpus.txt --preset screen --out runs/screen.jsonl --seconds 560
+    python recipes/simulate_scape.py --text corpus.txt --preset screen --out runs/screen.jsonl --seconds 300
+    python recipes/simulate_scape.py --summary runs/screen.jsonl
 
-Each configuration trains a small GPT-2 or Qwen3 on a text's bytes (or a tokenizer's tokens) and appends one JSON line
-with its validation losses; finished ones in --out are skipped, so a study can be spread over several calls. One that
-the time limit stops is recorded with the steps it took. `--workers 4` shares a device whose kernels are short between
-processes; `--set steps=20 context=32` changes every configuration.
+Each configuration trains a small GPT-2 or Qwen3 on a text's bytes and appends one JSON line with its validation
+losses; finished ones in --out are skipped, so a study can be spread over several calls, and one that would not end
+before the time limit is not begun. `--set steps=20 context=32` changes every configuration. A trained start is a dense
+AdamW run on `start_text`; the text's two parts, `prose` and `manuals`, are told apart by markup.
 """
 
 import argparse
-import itertools
 import json
 import math
 import pathlib
 import re
 import time
 import zlib
+from dataclasses import dataclass, field
 
 import torch
-import torch.multiprocessing as mp
-from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from hf_taco_scape.optim import AdamS
-from hf_taco_scape.sync import DensitySchedule, module_layout
-from scape_simulator import DenseRival, NaiveTopK, SimulatedScape, overlap
+from hf_taco_scape.sync import DensitySchedule
+from scape_flat import FlatAdam, FlatNaive, FlatScape
+from scape_lowrank import low_ranks
+from scape_masks import FlushedSchedule
+from scape_models import RankGradients, flatten, reference_model
+from scape_presets import BASE, PRESETS
+from scape_summary import summarise
 
-# width, layers; 64 a head
-SIZES = {"tiny": (64, 2), "5M": (256, 6), "10M": (384, 6), "25M": (512, 8)}
-BASE = {
-    "model": "gpt2",
-    "size": "10M",
-    "method": "scape",  # adamw, adams, naive, scape
-    "lr": 1e-3,
-    "seed": 0,
-    "steps": 1200,
-    "ranks": 4,
-    "batch": 32,  # sequences a rank
-    "context": 256,
-    "density": 1.0,
-    "hold": 0.1,  # shares of all steps
-    "fall": 0.4,
-    "second_moment": "adams",
-    "mask": "topk",
-    "clip": "ghat",
-    "values": "fp32",
-    "residual_decay": 1.0,
-    "max_norm": 1.0,
-    "weight_decay": 0.1,
-    "betas": [0.9, 0.95],
-    "lr_warmup": 0.05,
-    "lr_floor": 0.1,
-    "evals": 6,
-    "eval_windows": 1024,
-    "start": 0,  # steps of dense AdamW before the study's first step
-    "start_lr": 1e-3,
-}
-PAPER = {"method": "scape", "hold": 0.0, "fall": 0.25}
-ROW = {"method": "scape", "second_moment": "row", "clip": "local"}
-METHODS = {
-    "adamw": {"method": "adamw"},
-    "adams": {"method": "adams"},
-    "row": {**ROW, "density": 1.0},
-    "naive": {"method": "naive"},
-    "paper": PAPER,
-    "adams-local": {"method": "scape", "clip": "local"},
-    "row-topk": ROW,
-    "row-topk-mean": {**ROW, "mask": "topk_mean"},
-    "row-random": {**ROW, "mask": "random"},
-    "row-cyclic": {**ROW, "mask": "cyclic"},
-    "row-half": {**ROW, "mask": "half"},
-    "row-topk-bf16": {**ROW, "values": "bf16"},
-}
-DENSE = ("adamw", "adams", "row")
-COMPARED = ("naive", "paper", "adams-local", "row-topk", "row-random", "row-cyclic", "row-half")
-
-
-def grid(methods, lrs, densities=(0.1, 0.01), seeds=(0,), **common) -> list[dict]:
-    """Every combination; dense methods once a learning rate."""
-    configs = []
-    for seed, name, lr in itertools.product(seeds, methods, lrs):
-        for density in (1.0,) if name in DENSE else densities:
-            configs.append({**METHODS[name], "label": name, "density": density, "lr": lr, "seed": seed, **common})
-    return configs
-
-
-LRS = (5e-4, 1e-3, 2e-3)
-# from a trained start the densities are reached at once: fine-tuning is short
-TRAINED = {"start": 1200, "steps": 600, "hold": 0.0, "fall": 0.1}
-TINY = {"size": "tiny", "steps": 12, "batch": 2, "context": 32, "evals": 2, "eval_windows": 64}
-FINALISTS = (*DENSE, "paper", "row-topk", "row-random", "row-half")
-PRESETS = {
-    "rehearsal": grid(METHODS, (1e-3,), ranks=2, **TINY)
-    + grid(("adamw", "row-topk"), (1e-3,), (0.1,), model="qwen", start=6, **TINY),
-    "dense": grid(DENSE, LRS),
-    "screen": grid(COMPARED, LRS),
-    "screen-qwen": grid((*DENSE, *COMPARED), LRS, model="qwen"),
-    "screen-trained": grid((*DENSE, *COMPARED), (1e-4, 3e-4, 1e-3), **TRAINED),
-    "schedules": grid(("row-topk", "row-random"), (2e-3,), (0.01,), hold=0.1, fall=0.2)
-    + grid(("row-topk", "row-random"), (2e-3,), (0.01,), hold=0.2, fall=0.4)
-    + grid(("row-topk", "row-random"), (2e-3,), (0.01,), hold=0.1, fall=0.7),
-    "seeds": grid(FINALISTS, (1e-3,), seeds=(1, 2)),
-    "longer": grid(FINALISTS, (1e-3,), steps=4800),
-}
+VOCABULARY = 256
+BLOCK = 8192
+# reStructuredText has 40 to 200 of these in a block of BLOCK bytes, prose none or a few
+MARKUP = re.compile(rb"``|:`|::|^\.\. |^   ", re.MULTILINE)
+MANUAL = 25
 
 
 def name_of(config: dict) -> str:
@@ -113,231 +43,219 @@ def name_of(config: dict) -> str:
     return "/".join((*fields, f"s{config['seed']}", f"{digest:08x}"))
 
 
-# -- data and model ----------------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------------------------
 
 
-def load_tokens(path: str, tokenizer: str | None) -> tuple[torch.Tensor, int]:
-    """(token ids, vocabulary size) of a text: its bytes, or what a tokenizer.json makes of it."""
+def load_texts(path: str) -> dict[str, torch.Tensor]:
+    """uint8 tensors: the whole text, and its blocks of prose and of manuals."""
     data = pathlib.Path(path).read_bytes()
-    if tokenizer is None:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8), 256
-    from tokenizers import Tokenizer
-
-    encoder = Tokenizer.from_file(tokenizer)
-    ids = encoder.encode(data.decode("utf8", errors="replace"), add_special_tokens=False).ids
-    return torch.tensor(ids, dtype=torch.int32), encoder.get_vocab_size()
+    parts = {"all": [data], "prose": [], "manuals": []}
+    for first in range(0, len(data), BLOCK):
+        block = data[first : first + BLOCK]
+        parts["manuals" if len(MARKUP.findall(block)) * BLOCK > MANUAL * len(block) else "prose"].append(block)
+    return {
+        name: torch.frombuffer(bytearray(b"".join(blocks) or b" "), dtype=torch.uint8)
+        for name, blocks in parts.items()
+    }
 
 
 class Windows:
     """Training windows drawn by (seed, step), the same for every method, and evenly spaced validation windows."""
 
-    def __init__(self, tokens: torch.Tensor, config: dict, device: torch.device) -> None:
-        self.context, self.config = config["context"], config
+    def __init__(self, tokens: torch.Tensor, config: dict) -> None:
+        ranks, batch, self.context = config["ranks"], config["batch"], config["context"]
         held_out = tokens.numel() // 20
-        self.train, self.held_out = tokens[:-held_out].to(device), tokens[-held_out:].to(device)
-        self.span = torch.arange(self.context + 1, device=device)
+        self.train, self.held_out = tokens[:-held_out], tokens[-held_out:]
+        self.span = torch.arange(self.context + 1, device=tokens.device)
+        # all of them at once: a copy from the host each step would wait for the device
+        generator = torch.Generator().manual_seed(config["seed"] + (10_000 if config["label"] == "start" else 0))
+        shape = (config["steps"], ranks, batch)
+        starts = torch.randint(self.train.numel() - self.context - 1, shape, generator=generator)
+        self.starts = starts.to(tokens.device)
+        groups = max(1, config["eval_windows"] // (ranks * batch))
+        starts = torch.linspace(0, self.held_out.numel() - self.context - 2, groups * ranks * batch).long()
+        self.eval_starts = starts.view(groups, ranks, batch).to(tokens.device)
 
-    def _cut(self, tokens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        return tokens[starts.to(tokens.device)[..., None] + self.span].long()
+    def training(self, step: int) -> torch.Tensor:
+        """int64 [ranks, batch, context + 1]; steps count from 1."""
+        return self.train[self.starts[step - 1][..., None] + self.span].long()
 
-    def training(self, step: int, salt: int) -> torch.Tensor:
-        """int64 [ranks, batch, context + 1]"""
-        g = torch.Generator().manual_seed(self.config["seed"] * 1_000_003 + step * 17 + salt)
-        shape = (self.config["ranks"], self.config["batch"])
-        return self._cut(self.train, torch.randint(self.train.numel() - self.context - 1, shape, generator=g))
-
-    def validation(self) -> torch.Tensor:
-        """int64 [eval_windows, context + 1]"""
-        count = self.config["eval_windows"]
-        return self._cut(self.held_out, torch.linspace(0, self.held_out.numel() - self.context - 2, count).long())
-
-
-def build_model(config: dict, vocabulary: int) -> torch.nn.Module:
-    """A GPT-2, or a Qwen3 with three query heads a KV head, of the named size."""
-    width, layers = SIZES[config["size"]]
-    heads = max(1, width // 64)
-    torch.manual_seed(config["seed"])
-    if config["model"] == "gpt2":
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        settings = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": config["context"]}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **settings, **dropout))
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=width * 8 // 3,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 3 if heads % 3 == 0 else 1,
-            head_dim=64,
-            max_position_embeddings=config["context"],
-            tie_word_embeddings=True,
-        )
-    )
+    def validation(self):
+        """The same shape, some times."""
+        for starts in self.eval_starts:
+            yield self.held_out[starts[..., None] + self.span].long()
 
 
-def loss_of(model, windows: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+# -- what is built once a model shape ------------------------------------------------------------------------------
 
 
-def autocast(device: torch.device):
-    # no cache: a graph must not hold on to casts made outside it
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
+@dataclass
+class Workshop:
+    """One flat vector and one captured pass for each model shape, and the weights of trained starts."""
 
+    device: torch.device
+    compiled: bool
+    passes: dict = field(default_factory=dict)
+    starts: dict = field(default_factory=dict)
 
-class RankGradients:
-    """[ranks, *shape] gradients of every parameter; on CUDA all ranks' passes are one captured graph."""
+    def gradients(self, config: dict) -> RankGradients:
+        """The pass for this shape; its flat vector holds the model of the configuration's seed."""
+        model = reference_model(config["model"], config["size"], VOCABULARY, config["context"], config["seed"])
+        kinds, values = flatten(model)
+        key = tuple(config[name] for name in ("model", "size", "ranks", "batch", "context"))
+        if key not in self.passes:
+            on_gpu, began = self.device.type == "cuda", time.monotonic()
+            flat = values.to(self.device)
+            shape = (kinds, flat, config["ranks"], config["batch"], config["context"])
+            dtype = torch.bfloat16 if on_gpu else torch.float32
+            made = RankGradients(config["model"], *shape, dtype, graph=on_gpu)
+            if self.compiled:
+                made = self._compiled(made, config["model"], shape, dtype)
+            self.passes[key] = made
+            print(f"{key}: {flat.numel():,} parameters, ready in {time.monotonic() - began:.1f} s", flush=True)
+        self.passes[key].flat.copy_(values)
+        return self.passes[key]
 
-    def __init__(self, model, params, config: dict, device: torch.device, graph: bool) -> None:
-        self.model, self.params, self.device = model, params, device
-        self.stacks = [p.new_zeros(config["ranks"], *p.shape) for p in params]
-        self.losses = torch.zeros(config["ranks"], device=device)
-        self.windows = torch.zeros(
-            config["ranks"], config["batch"], config["context"] + 1, dtype=torch.int64, device=device
-        )
-        self.graph = self._capture() if graph and device.type == "cuda" else None
-
-    def _passes(self) -> None:
-        for rank, windows in enumerate(self.windows):
-            with autocast(self.device):
-                loss = loss_of(self.model, windows)
-            grads = torch.autograd.grad(loss, self.params)
-            torch._foreach_copy_([stack[rank] for stack in self.stacks], list(grads))
-            self.losses[rank] = loss.detach()
-
-    def _capture(self) -> torch.cuda.CUDAGraph | None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._passes()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+    def _compiled(self, eager: RankGradients, family: str, shape: tuple, dtype) -> RankGradients:
+        """The pass with its layers compiled, if that works here and is faster."""
         try:
-            with torch.cuda.graph(graph):
-                self._passes()
-        except RuntimeError as error:
-            print(f"no CUDA graph, running eagerly: {str(error).splitlines()[0]}", flush=True)
+            fused = RankGradients(family, *shape, dtype, compiled=True, graph=self.device.type == "cuda")
+            ms = [_pass_ms(each, self.device) for each in (eager, fused)]
+        except Exception as error:
+            print(f"not compiled: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            return eager
+        print(f"a pass takes {ms[0]:.2f} ms, compiled {ms[1]:.2f} ms", flush=True)
+        return fused if ms[1] < ms[0] else eager
+
+
+def _pass_ms(gradients: RankGradients, device: torch.device, repeats: int = 20) -> float:
+    gradients(gradients.windows)
+    watch = Stopwatch(device, 0, 1)
+    watch.mark(0)
+    for _ in range(repeats):
+        gradients(gradients.windows)
+    watch.mark(0)
+    watch.mark(0)
+    return watch.means()["pass_ms"] / repeats
+
+
+class Stopwatch:
+    """Milliseconds of the pass and of the optimizer, from a few steps in the middle of a run, without waiting."""
+
+    def __init__(self, device: torch.device, first: int, last: int) -> None:
+        self.on_gpu, self.first, self.last = device.type == "cuda", first, last
+        self.marks = []
+
+    def mark(self, step: int) -> None:
+        if self.first <= step < self.last:
+            event = torch.cuda.Event(enable_timing=True) if self.on_gpu else time.monotonic()
+            if self.on_gpu:
+                event.record()
+            self.marks.append(event)
+
+    def means(self) -> dict[str, float]:
+        """Three marks a step: before the pass, after it, after the optimizer."""
+        steps = len(self.marks) // 3
+        if not steps:
+            return {}
+        if self.on_gpu:
             torch.cuda.synchronize()
-            return None
-        return graph
 
-    def __call__(self, windows: torch.Tensor) -> list[torch.Tensor]:
-        self.windows.copy_(windows)
-        if self.graph is None:
-            self._passes()
-        else:
-            self.graph.replay()
-        return self.stacks
+        def ms(a, b):
+            return a.elapsed_time(b) if self.on_gpu else (b - a) * 1e3
 
-
-@torch.no_grad()
-def validate(model, windows: torch.Tensor, device: torch.device) -> float:
-    losses = []
-    for part in windows.split(64):
-        with autocast(device):
-            losses.append(loss_of(model, part))
-    return float(torch.stack(losses).mean())
+        marks = [self.marks[3 * i : 3 * i + 3] for i in range(steps)]
+        return {
+            "pass_ms": sum(ms(a, b) for a, b, _ in marks) / steps,
+            "update_ms": sum(ms(b, c) for _, b, c in marks) / steps,
+        }
 
 
 # -- training ----------------------------------------------------------------------------------------------------
 
 
-def build_optimizer(model, params, config: dict):
+def schedule_of(config: dict, elsewhere: float = 0.0) -> DensitySchedule:
+    """Of the sparse part; `elsewhere` is the density that another part of the message takes."""
+    hold, fall = (round(config[name] * config["steps"]) for name in ("hold", "fall"))
+    return DensitySchedule(max(config["density"] - elsewhere, config["density"] / 10), fall, hold)
+
+
+def build_optimizer(kinds, flat, config: dict):
     """What takes the ranks' gradients: SCAPE or a rival."""
-    steps, limit = config["steps"], config["max_norm"]
-    hyper = {"lr": config["lr"], "betas": tuple(config["betas"])}
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config["weight_decay"]},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    hold, fall = round(config["hold"] * steps), round(config["fall"] * steps)
-    if config["method"] == "adams":
-        return DenseRival(AdamS(groups, **hyper), limit)
-    if config["method"] == "adamw":
-        return DenseRival(torch.optim.AdamW(groups, **hyper), limit)
+    common = {name: config[name] for name in ("weight_decay", "betas")}
+    common |= {"max_grad_norm": config["max_norm"] or None}
+    ranks, directions, elsewhere = config["ranks"], None, 0.0
+    if config["low_rank"]:
+        matrices = [kind for kind in kinds if kind.is_matrix]
+        directions, elsewhere = low_ranks(matrices, config["density"], config["low_rank"])
+    schedule = schedule_of(config, elsewhere)
+    if config["method"] in ("adamw", "adams"):
+        return FlatAdam(kinds, flat, ranks, second_moment=config["method"], **common)
+    if config["flush"]:
+        last = math.ceil(config["steps"] * (1 - config["flush"]))
+        schedule = FlushedSchedule(schedule, last, config["flush_density"])
     if config["method"] == "naive":
-        schedule = DensitySchedule(config["density"], fall, hold)
-        return NaiveTopK(torch.optim.AdamW(groups, **hyper), config["ranks"], schedule, limit)
-    options = ("values", "second_moment", "mask", "clip", "seed", "residual_decay", "density")
-    return SimulatedScape(
-        groups,
-        config["ranks"],
-        warmup_steps=fall,
-        hold_steps=hold,
-        max_grad_norm=limit,
-        layout=module_layout(model),
-        **{name: config[name] for name in options},
-        **hyper,
-    )
+        return FlatNaive(kinds, flat, ranks, schedule=schedule, **common)
+    options = ("second_moment", "mask", "clip", "momentum", "score", "share", "local_beta", "dense", "seed")
+    options = {name: config[name] for name in options}
+    return FlatScape(kinds, flat, ranks, schedule=schedule, ranks=directions, **options, **common)
 
 
 def learning_rate(config: dict, step: int) -> float:
-    """Linear rise, then a cosine to lr_floor of the peak."""
+    """Linear rise, then a cosine to lr_floor of the peak, times the density to the power lr_power."""
+    lr = config["lr"] * schedule_of(config)(step) ** config["lr_power"]
     rise = max(1, round(config["lr_warmup"] * config["steps"]))
     if step <= rise:
-        return config["lr"] * step / rise
+        return lr * step / rise
     progress = (step - rise) / max(1, config["steps"] - rise)
     floor = config["lr_floor"]
-    return config["lr"] * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def persistence(optimizer, before, density: float) -> tuple[float | None, object]:
-    """Overlap of the last step's largest entries with the step before's: of SCAPE's mask, or of a rival's momentum."""
-    if isinstance(optimizer, SimulatedScape):
-        now, flat = list(optimizer.selections.values()), [s.momentum for s in optimizer.sparse]
-    else:
-        now, flat = optimizer.largest_momenta(density)
-    return (overlap(before, now, flat) if before else None), now
+@torch.no_grad()
+def validate(gradients: RankGradients, windows: Windows) -> float:
+    """Mean loss of the validation windows: the training pass, whose gradients nobody reads."""
+    losses = []
+    for part in windows.validation():
+        with torch.enable_grad():
+            gradients(part)
+        losses.append(gradients.losses.clone())
+    return float(torch.cat(losses).mean())
 
 
-def train(config: dict, tokens, vocabulary: int, device: torch.device, deadline: float, start, graph: bool) -> dict:
+def train(config: dict, tokens: torch.Tensor, workshop: Workshop, deadline: float, start=None) -> dict:
     """One configuration, to its end or the deadline; returns its record."""
-    windows = Windows(tokens, config, device)
-    model = build_model(config, vocabulary).to(device)
+    windows, gradients = Windows(tokens, config), workshop.gradients(config)
+    flat = gradients.flat
     if start is not None:
-        model.load_state_dict(start)
-    params = list(model.parameters())
-    # the rivals' order of parameters is the groups': matrices first
-    params = [p for p in params if p.dim() >= 2] + [p for p in params if p.dim() < 2]
-    optimizer = build_optimizer(model, params, config)
-    gradients = RankGradients(model, params, config, device, graph)
-    held_out, marks = windows.validation(), {}
-    for i in range(1, config["evals"] + 1):
-        marks[round(i * config["steps"] / config["evals"])] = None
-    record = {
-        "val": [[0, validate(model, held_out, device)]],
-        "overlap": [],
-        "parameters": sum(p.numel() for p in params),
-    }
-    density = config["density"] if config["density"] < 1 else 0.01
-    before, started, step = None, time.monotonic(), 0
-    for step in range(1, config["steps"] + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        optimizer.step(gradients(windows.training(step, salt=0 if start is None else 5)))
+        flat.copy_(start)
+    optimizer = build_optimizer(gradients.kinds, flat, config)
+    steps, evals = config["steps"], config["evals"]
+    marks = {round(i * steps / evals) for i in range(1, evals + 1)}
+    watch = Stopwatch(flat.device, steps // 2, steps // 2 + 20)
+    record = {"val": [[0, validate(gradients, windows)]], "parameters": flat.numel()}
+    started, step = time.monotonic(), 0
+    for step in range(1, steps + 1):
+        watch.mark(step)
+        grads = gradients(windows.training(step))
+        watch.mark(step)
+        optimizer.step(grads, learning_rate(config, step))
+        watch.mark(step)
         out_of_time = time.monotonic() > deadline
         if step in marks or out_of_time:
-            if before is not None:
-                record["overlap"].append([step, persistence(optimizer, before, density)[0]])
-                before = None
-            record["val"].append([step, validate(model, held_out, device)])
+            record["val"].append([step, validate(gradients, windows)])
             if not math.isfinite(record["val"][-1][1]) or out_of_time:
                 break
-        if step + 1 in marks:
-            _, before = persistence(optimizer, None, density)
-    finished = step == config["steps"]
+    # a run that diverged has ended
+    finished = step == steps or not math.isfinite(record["val"][-1][1])
     return record | {
         "final": record["val"][-1][1],
-        "best": min((loss for _, loss in record["val"] if loss == loss), default=None),
-        "train_loss": float(gradients.losses.mean()),
         "steps_done": step,
         "finished": finished,
         "seconds": time.monotonic() - started,
-        "graph": gradients.graph is not None,
+        **watch.means(),
         "figures": optimizer.figures(),
-        "state": model.state_dict() if finished else None,
+        "weights": flat,
     }
 
 
@@ -346,63 +264,49 @@ def start_config(config: dict) -> dict | None:
     if not config["start"]:
         return None
     kept = ("model", "size", "seed", "ranks", "batch", "context", "max_norm", "weight_decay", "eval_windows")
-    return (
-        BASE
-        | {name: config[name] for name in kept}
-        | {
-            "method": "adamw",
-            "label": "start",
-            "steps": config["start"],
-            "lr": config["start_lr"],
-        }
-    )
+    run = {"label": "start", "method": "adamw", "steps": config["start"], "lr": config["start_lr"]}
+    return BASE | {name: config[name] for name in kept} | run | {"text": config["start_text"], "evals": 1}
 
 
-def work(worker: int, args, configs: list[dict], counter, deadline: float) -> None:
-    """Take configurations in order until none is left or time is up."""
-    device = torch.device(args.device)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    texts = {False: args.text, True: args.start_text or args.text}
-    tokens = {starting: load_tokens(path, args.tokenizer) for starting, path in texts.items()}
-    out = pathlib.Path(args.out)
-    while time.monotonic() < deadline:
-        with counter.get_lock():
-            index, counter.value = counter.value, counter.value + 1
-        if index >= len(configs):
-            return
-        config, starting = configs[index], configs[index]["label"] == "start"
-        first, start = start_config(config), None
-        if first is not None:
-            weights = out.parent / f"{out.stem}-{name_of(first).replace('/', '_')}.pt"
-            if not weights.exists():
-                print(f"{name_of(config)}: its start was stopped, skipped", flush=True)
+def run(configs: list[dict], texts: dict, workshop: Workshop, out: pathlib.Path, deadline: float) -> None:
+    """Every configuration in order, each if it fits the time that is left."""
+    pace: dict[tuple, float] = {}
+    for config in configs:
+        first = start_config(config)
+        todo = [config] if first is None or name_of(first) in workshop.starts else [first, config]
+        # seconds a step of this method and shape, or of any that is known
+        key = (config["model"], config["size"], config["method"])
+        expected = pace.get(key, max(pace.values(), default=0.0)) * sum(c["steps"] for c in todo)
+        if time.monotonic() + expected > deadline:
+            print(f"{name_of(config)}: not begun, it would take {expected:.0f} s", flush=True)
+            continue
+        for each in todo:
+            start = None if first is None or each is first else workshop.starts.get(name_of(first))
+            if each is config and first is not None and start is None:
                 continue
-            start = torch.load(weights, map_location=device)
-        ids, vocabulary = tokens[starting]
-        record = train(config, ids, vocabulary, device, deadline, start, args.graph)
-        state = record.pop("state")
-        if starting and state is not None:
-            torch.save(state, out.parent / f"{out.stem}-{name_of(config).replace('/', '_')}.pt")
-        line = {"name": name_of(config), "config": config, **record}
-        line |= {"device": _device_name(device), "torch": torch.__version__, "text_bytes": tokens[starting][0].numel()}
-        with out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        each = record["seconds"] / max(1, record["steps_done"]) * 1e3
-        print(
-            f"{line['name']}: {record['final']:.4f} after {record['steps_done']} steps, {each:.1f} ms each", flush=True
-        )
+            try:
+                record = train(each, texts[each["text"]], workshop, deadline, start)
+            except RuntimeError as error:
+                # one method that fails must not take the others' device time with it
+                print(f"{name_of(each)}: failed: {error}", flush=True)
+                break
+            weights = record.pop("weights")
+            if each is first and record["finished"]:
+                workshop.starts[name_of(first)] = weights.clone()
+            pace[each["model"], each["size"], each["method"]] = record["seconds"] / max(1, record["steps_done"])
+            line = {"name": name_of(each), "config": each, **record, "device": _device_name(workshop.device)}
+            with out.open("a") as file:
+                file.write(json.dumps(line | {"torch": torch.__version__}) + "\n")
+            parts = " ".join(f"{name} {record[name]:.2f}" for name in ("pass_ms", "update_ms") if name in record)
+            step_ms = record["seconds"] / max(1, record["steps_done"]) * 1e3
+            print(
+                f"{line['name']}: {record['final']:.4f}, {record['steps_done']} steps of {step_ms:.1f} ms {parts}",
+                flush=True,
+            )
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def run(args, configs: list[dict], deadline: float) -> None:
-    counter = mp.get_context("spawn").Value("i", 0)
-    if args.workers == 1:
-        work(0, args, configs, counter, deadline)
-    else:
-        mp.spawn(work, (args, configs, counter, deadline), nprocs=args.workers)
 
 
 def with_overrides(config: dict, settings: list[str]) -> dict:
@@ -421,22 +325,25 @@ def with_overrides(config: dict, settings: list[str]) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", required=True, help="training and validation text (the last 5 % are held out)")
-    parser.add_argument("--start_text", help="text of the dense runs that trained starts come from (default: --text)")
-    parser.add_argument("--tokenizer", help="a tokenizer.json; without it, bytes")
+    parser.add_argument("--text", help="training and validation text (the last 5 %% of each part are held out)")
     parser.add_argument("--preset", choices=sorted(PRESETS))
     parser.add_argument("--configs", help="a JSON file: a list of objects that override the defaults")
     parser.add_argument("--only", default="", help="regular expression on configuration names")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", required=True, help="JSON lines, appended")
+    parser.add_argument("--out", help="JSON lines, appended")
+    parser.add_argument(
+        "--summary", nargs="+", metavar="JSONL", help="print the table of these files, and nothing else"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="wall-clock limit")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile", action="store_true", help="let inductor fuse a layer, if that is faster")
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.seconds
-    if (args.preset is None) == (args.configs is None):
-        parser.error("give one of --preset and --configs")
+    if args.summary:
+        print(summarise([json.loads(line) for path in args.summary for line in open(path)]))
+        return
+    if not args.text or not args.out or (args.preset is None) == (args.configs is None):
+        parser.error("give --text, --out and one of --preset and --configs, or --summary")
     chosen = PRESETS[args.preset] if args.preset else json.loads(pathlib.Path(args.configs).read_text())
     configs = [with_overrides(config, args.set) for config in chosen]
     configs = [config for config in configs if re.search(args.only, name_of(config))]
@@ -446,10 +353,10 @@ def main(argv: list[str] | None = None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {line["name"] for line in lines if line["finished"]}
-    starts = {name_of(first): first for first in map(start_config, configs) if first is not None}
-    run(args, [config for name, config in starts.items() if name not in done], deadline)
     todo = [config for config in configs if name_of(config) not in done]
-    run(args, todo, deadline)
+    device = torch.device(args.device)
+    texts = {name: tokens.to(device) for name, tokens in load_texts(args.text).items()}
+    run(todo, texts, Workshop(device, args.compile), out, deadline)
     print(f"{len(configs)} configurations, {len(todo)} were to do", flush=True)
 
 

@@ -1,0 +1,123 @@
+"""The configurations of the SCAPE study: defaults, methods, and the grids that a call runs in order."""
+
+import itertools
+
+BASE = {
+    "model": "gpt2",
+    "size": "7M",
+    "text": "all",
+    "method": "scape",  # adamw, adams, naive, scape
+    "lr": 1e-3,
+    "seed": 0,
+    "steps": 1200,
+    "ranks": 4,
+    "batch": 16,  # sequences a rank
+    "context": 256,
+    "density": 1.0,
+    "hold": 0.1,  # shares of all steps
+    "fall": 0.4,
+    "flush": 0.0,  # the share of last steps that send at least flush_density
+    "flush_density": 0.1,
+    "second_moment": "adams",
+    "mask": "topk",
+    "clip": "ghat",
+    "momentum": "sparse",
+    "score": "c",
+    "share": 1.0,
+    "local_beta": 0.9,
+    "dense": "",  # names of the matrices that are sent whole
+    "low_rank": 0.0,  # share of the density that goes to low-rank projections
+    "max_norm": 1.0,
+    "weight_decay": 0.1,
+    "betas": [0.9, 0.95],
+    "lr_warmup": 0.05,
+    "lr_floor": 0.1,
+    "lr_power": 0.0,
+    "evals": 4,
+    "eval_windows": 1024,
+    "start": 0,  # steps of dense AdamW on start_text before the study's first step
+    "start_text": "prose",
+    "start_lr": 2e-3,
+}
+ROW = {"method": "scape", "second_moment": "row", "clip": "local"}
+FACTORED = {**ROW, "second_moment": "factored"}
+KEPT = {**FACTORED, "momentum": "kept"}
+METHODS = {
+    "adamw": {"method": "adamw"},
+    "adams": {"method": "adams"},
+    "row": ROW,
+    "factored": FACTORED,
+    "naive": {"method": "naive"},
+    "paper": {"method": "scape", "hold": 0.0, "fall": 0.25},
+    "adams-local": {"method": "scape", "clip": "local"},
+    "row-topk": ROW,
+    "row-random": {**ROW, "mask": "random"},
+    "row-cyclic": {**ROW, "mask": "cyclic"},
+    "row-half": {**ROW, "mask": "half"},
+    "factored-topk": FACTORED,
+    "factored-random": {**FACTORED, "mask": "random"},
+    "factored-half": {**FACTORED, "mask": "half"},
+    "factored-mean": {**FACTORED, "mask": "topk_mean"},
+    "factored-score": {**FACTORED, "score": "update"},
+    "full-topk": {**FACTORED, "second_moment": "full"},
+    "kept-topk": KEPT,
+    "kept-random": {**KEPT, "mask": "random"},
+    "kept-half": {**KEPT, "mask": "half"},
+    "kept-row-topk": {**KEPT, "second_moment": "row"},
+    "kept-share": {**KEPT, "share": 0.3},
+    "lowrank-topk": {**KEPT, "low_rank": 0.5},
+    "lowrank-score": {**KEPT, "low_rank": 0.5, "score": "update"},
+    "lowrank-share": {**KEPT, "low_rank": 0.5, "share": 0.3},
+    "lowrank-most": {**KEPT, "low_rank": 0.8},
+    "embedding-dense": {**FACTORED, "dense": "wte|wpe|embed"},
+    "predict-topk": {**KEPT, "momentum": "predict"},
+    "track-topk": {**KEPT, "momentum": "track", "local_beta": 0.95},
+    # schedules of factored-topk
+    "fall-longer": {**FACTORED, "hold": 0.1, "fall": 0.7},
+    "hold-longer": {**FACTORED, "hold": 0.2, "fall": 0.3},
+    "flushed": {**FACTORED, "flush": 0.05},
+    "lr-follows": {**FACTORED, "lr_power": 0.15},
+}
+DENSE = ("adamw", "adams", "row", "factored")
+
+
+def grid(methods, lrs, densities=(0.1, 0.01), seeds=(0,), **common) -> list[dict]:
+    """Every combination, dense methods once a learning rate; what is common overrides a method's own."""
+    configs = []
+    for seed, name, lr in itertools.product(seeds, methods, lrs):
+        for density in (1.0,) if name in DENSE else densities:
+            configs.append({**METHODS[name], "label": name, "density": density, "lr": lr, "seed": seed, **common})
+    return configs
+
+
+# from a trained start the densities are reached at once: fine-tuning is short
+TRAINED = {"start": 1200, "steps": 600, "hold": 0.0, "fall": 0.1, "text": "manuals"}
+TINY = {"size": "tiny", "steps": 12, "batch": 2, "context": 32, "evals": 2, "eval_windows": 64}
+LOW, HIGH = (0.01,), (0.1,)
+# one seed; in the order of what a call that is cut short must not miss
+SCREEN = [
+    *grid(("adamw",), (2e-3, 1e-3, 4e-3)),
+    *grid(("factored-topk", "lowrank-topk", "kept-topk", "kept-share", "row-topk"), (2e-3,), LOW),
+    *grid(("predict-topk", "track-topk", "lowrank-share", "factored-random", "factored-score"), (2e-3,), LOW),
+    *grid(("factored-topk", "lowrank-topk", "kept-topk", "row-topk"), (2e-3,), HIGH),
+    *grid(("paper", "naive"), (1e-3,)),
+    *grid(("adamw",), (1e-3, 5e-4, 2e-3), **TRAINED),
+    *grid(("factored-topk", "lowrank-topk", "kept-topk", "row-topk", "paper", "naive"), (1e-3,), **TRAINED),
+    *grid(("factored", "adams"), (2e-3,)),
+    *grid(("factored-topk", "lowrank-topk"), (4e-3, 1e-3), LOW),
+    *grid(("lowrank-score", "lowrank-most", "factored-mean", "kept-random", "full-topk"), (2e-3,), LOW),
+    *grid(("fall-longer", "hold-longer", "flushed", "lr-follows"), (2e-3,), LOW),
+    *grid(("predict-topk", "track-topk", "kept-share", "lowrank-share"), (2e-3,), HIGH),
+    *grid(("factored-topk", "lowrank-topk"), (2e-3, 5e-4), **TRAINED),
+    *grid(("adams", "factored"), (1e-3,), **TRAINED),
+    *grid(("paper", "naive"), (2e-3, 5e-4)),
+    *grid(("factored-topk", "lowrank-topk"), (4e-3, 1e-3), HIGH),
+    *grid(("row", "adams"), (1e-3,)),
+    *grid(("paper", "naive"), (5e-4, 2e-3), **TRAINED),
+    *grid(("row-random", "row-half", "factored-half", "kept-half", "kept-row-topk", "adams-local"), (2e-3,), LOW),
+]
+PRESETS = {
+    "rehearsal": grid(METHODS, (1e-3,), ranks=2, **TINY)
+    + grid(("adamw", "row-topk"), (1e-3,), (0.1,), model="qwen", **TINY | {"start": 6, "start_text": "all"}),
+    "screen": SCREEN,
+}

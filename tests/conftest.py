@@ -64,13 +64,14 @@ def _serve(rank: int, pipe) -> None:
 class WorkerPool:
     """`run(world, function, *args)` calls a module-level function on `world` ranks; results come in rank order."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = WORKERS) -> None:
+        self._size = workers
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list = []
 
     def _start(self) -> None:
-        for rank in range(WORKERS):
+        for rank in range(self._size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()

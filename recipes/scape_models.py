@@ -235,8 +235,13 @@ class RankGradients:
                 self._pass()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._pass()
+        try:
+            with torch.cuda.graph(graph):
+                self._pass()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            print(f"no CUDA graph, every kernel is launched: {str(error)[:300]}", flush=True)
+            return
         self.graph = graph
 
     def __call__(self, windows: torch.Tensor) -> torch.Tensor:

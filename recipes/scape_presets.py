@@ -60,11 +60,15 @@ METHODS = {
     "factored-mean": {**FACTORED, "mask": "topk_mean"},
     "factored-score": {**FACTORED, "score": "update"},
     "full-topk": {**FACTORED, "second_moment": "full"},
+    "factored-b1-0.5": {**FACTORED, "betas": [0.5, 0.95]},
+    "adamw-b1-0.7": {"method": "adamw", "betas": [0.7, 0.95]},
     "kept-topk": KEPT,
     "kept-random": {**KEPT, "mask": "random"},
     "kept-half": {**KEPT, "mask": "half"},
     "kept-row-topk": {**KEPT, "second_moment": "row"},
     "kept-share": {**KEPT, "share": 0.3},
+    "sparse-lowrank": {**FACTORED, "low_rank": 0.5},
+    "sparse-lowrank-most": {**FACTORED, "low_rank": 0.8},
     "lowrank-topk": {**KEPT, "low_rank": 0.5},
     "lowrank-score": {**KEPT, "low_rank": 0.5, "score": "update"},
     "lowrank-share": {**KEPT, "low_rank": 0.5, "share": 0.3},
@@ -78,7 +82,7 @@ METHODS = {
     "flushed": {**FACTORED, "flush": 0.05},
     "lr-follows": {**FACTORED, "lr_power": 0.15},
 }
-DENSE = ("adamw", "adams", "row", "factored")
+DENSE = ("adamw", "adamw-b1-0.7", "adams", "row", "factored")
 
 
 def grid(methods, lrs, densities=(0.1, 0.01), seeds=(0,), **common) -> list[dict]:
@@ -97,23 +101,26 @@ LOW, HIGH = (0.01,), (0.1,)
 # one seed; in the order of what a call that is cut short must not miss
 SCREEN = [
     *grid(("adamw",), (2e-3, 1e-3, 4e-3)),
-    *grid(("factored-topk", "lowrank-topk", "kept-topk", "kept-share", "row-topk"), (2e-3,), LOW),
-    *grid(("predict-topk", "track-topk", "lowrank-share", "factored-random", "factored-score"), (2e-3,), LOW),
-    *grid(("factored-topk", "lowrank-topk", "kept-topk", "row-topk"), (2e-3,), HIGH),
+    *grid(("factored-topk", "sparse-lowrank", "lowrank-topk", "kept-topk"), (2e-3,), LOW),
+    *grid(("lowrank-topk", "kept-topk"), (1e-3,), LOW),
+    *grid(("sparse-lowrank", "factored-topk"), (4e-3,), LOW),
+    *grid(("sparse-lowrank-most", "embedding-dense", "predict-topk", "factored-random", "row-topk"), (2e-3,), LOW),
+    *grid(("factored",), (2e-3, 4e-3)),
+    *grid(("factored-topk", "sparse-lowrank", "lowrank-topk", "row-topk"), (2e-3,), HIGH),
     *grid(("paper", "naive"), (1e-3,)),
     *grid(("adamw",), (1e-3, 5e-4, 2e-3), **TRAINED),
-    *grid(("factored-topk", "lowrank-topk", "kept-topk", "row-topk", "paper", "naive"), (1e-3,), **TRAINED),
-    *grid(("factored", "adams"), (2e-3,)),
-    *grid(("factored-topk", "lowrank-topk"), (4e-3, 1e-3), LOW),
-    *grid(("lowrank-score", "lowrank-most", "factored-mean", "kept-random", "full-topk"), (2e-3,), LOW),
+    *grid(("factored-topk", "sparse-lowrank", "lowrank-topk", "row-topk", "paper", "naive"), (1e-3,), **TRAINED),
+    *grid(("track-topk", "kept-share", "lowrank-share", "factored-score", "factored-mean"), (2e-3,), LOW),
     *grid(("fall-longer", "hold-longer", "flushed", "lr-follows"), (2e-3,), LOW),
-    *grid(("predict-topk", "track-topk", "kept-share", "lowrank-share"), (2e-3,), HIGH),
-    *grid(("factored-topk", "lowrank-topk"), (2e-3, 5e-4), **TRAINED),
+    *grid(("factored-topk", "sparse-lowrank"), (2e-3, 5e-4), **TRAINED),
     *grid(("adams", "factored"), (1e-3,), **TRAINED),
+    *grid(("factored-topk", "sparse-lowrank"), (4e-3, 1e-3), HIGH),
+    *grid(("factored-topk", "sparse-lowrank"), (1e-3,), LOW),
+    *grid(("adams", "row"), (2e-3, 1e-3)),
     *grid(("paper", "naive"), (2e-3, 5e-4)),
-    *grid(("factored-topk", "lowrank-topk"), (4e-3, 1e-3), HIGH),
-    *grid(("row", "adams"), (1e-3,)),
+    *grid(("lowrank-score", "kept-random", "full-topk"), (2e-3,), LOW),
     *grid(("paper", "naive"), (5e-4, 2e-3), **TRAINED),
+    *grid(("predict-topk", "track-topk", "kept-topk", "embedding-dense"), (2e-3,), HIGH),
     *grid(("row-random", "row-half", "factored-half", "kept-half", "kept-row-topk", "adams-local"), (2e-3,), LOW),
 ]
 PRESETS = {

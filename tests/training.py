@@ -63,11 +63,11 @@ def trainer(family: str, args: TacoScapeArguments, model_changes=None, train=Non
     return built, recorder
 
 
-def run(family: str, tp_size: int, streaming: bool = False, **changes) -> dict:
+def run(family: str, tp_size: int, streaming: bool = False, model_changes=None, **changes) -> dict:
     """Train, evaluate and predict; everything that must not depend on how many processes did it."""
     args = arguments(tp_size, "out", **changes)
     items = tiny.rows(96, 0)
-    built, recorder = trainer(family, args, train=Stream(items) if streaming else items)
+    built, recorder = trainer(family, args, model_changes, train=Stream(items) if streaming else items)
     built.train()
     evaluation, prediction = built.evaluate(), built.predict(built.eval_dataset)
     weights = gather_state_dict(built.model)

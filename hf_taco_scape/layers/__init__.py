@@ -2,9 +2,9 @@
 
 from .dropout import SplitRng
 from .linear import COLWISE_LAYERS, OUT_DIM, ROWWISE_LAYERS, SplitLayer, linear_kind
-from .mappings import copy_to_split, reduce_from_split
+from .sequence import Boundary, LayerEntry, LeadEntry, StackEntry, StackExit
 
 __all__ = [
-    "COLWISE_LAYERS", "OUT_DIM", "ROWWISE_LAYERS", "SplitLayer", "SplitRng", "copy_to_split", "linear_kind",
-    "reduce_from_split",
+    "COLWISE_LAYERS", "OUT_DIM", "ROWWISE_LAYERS", "Boundary", "LayerEntry", "LeadEntry", "SplitLayer", "SplitRng",
+    "StackEntry", "StackExit", "linear_kind",
 ]  # fmt: skip

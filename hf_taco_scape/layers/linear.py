@@ -6,14 +6,14 @@ For y = x W^T + b with W of shape (out, in), over ranks r:
     rowwise   W = [W_0, W_1, ...]  cols   y = sum_r x_r W_r^T + b  the input was split     dx_r = dy W_r
 
 A colwise layer is an ordinary layer with fewer outputs: the sum in its backward belongs to the block's entry (see
-mappings.copy_to_split), once for all layers that read the same input. GPT-2's Conv1D stores W as (in, out).
+sequence.Boundary), once for all layers that read the same input. GPT-2's Conv1D stores W as (in, out).
 """
 
 from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from .mappings import reduce_from_split
+from .sequence import Boundary
 
 OUT_DIM = {nn.Linear: 0, Conv1D: 1}
 
@@ -81,14 +81,14 @@ class _Colwise:
 class _Rowwise:
     style = "rowwise"
 
-    def __init__(self, original: nn.Module, shards: dict, tp_rank: int, comm, rng=None) -> None:
+    def __init__(self, original: nn.Module, shards: dict, tp_rank: int, boundary: Boundary, rng=None) -> None:
         self._adopt(original, shards, tp_rank)
-        self.comm, self.rng = comm, rng
+        self.boundary, self.rng = boundary, rng
 
     def forward(self, x):
         if self.rng is not None:
             self.rng.leave()
-        y = reduce_from_split(self._product(x), self.comm)
+        y = self.boundary.leave(self._product(x))
         # autocast computes y in 16 bits; the bias must not widen it again
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

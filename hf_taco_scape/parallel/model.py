@@ -25,7 +25,7 @@ class ParameterSplit:
     """How one parameter lies on the tensor-parallel ranks.
 
     shard: its split, None where it is replicated. partial: its gradient is this rank's part of a sum over ranks (norms
-    that see this rank's heads only, KV heads that several ranks hold), the same answer on every rank.
+    that see this rank's heads or positions only, KV heads that several ranks hold), the same answer on every rank.
     copies: how many ranks hold this rank's slice.
     """
 
@@ -53,8 +53,8 @@ def parameter_splits(model: nn.Module) -> dict[nn.Parameter, ParameterSplit]:
         for name, shard in getattr(module, "tp_shards", {}).items():
             copies = [shard.copies(rank) for rank in range(len(shard.ranges))]
             splits[getattr(module, name)] = ParameterSplit(shard, max(copies) > 1, copies[module.tp_rank])
-        if getattr(module, "tp_partial", False):
-            splits |= dict.fromkeys(module.parameters(recurse=False), ParameterSplit(partial=True))
+        for name in getattr(module, "tp_partial", ()):
+            splits[getattr(module, name)] = ParameterSplit(partial=True)
     return splits
 
 

@@ -1,6 +1,6 @@
 """GPT-2: Conv1D layers (weights stored input x output) and one fused Q|K|V projection."""
 
-from .plan import COLWISE, ROWWISE, TASK_HEADS, Block, Plan, Rule, register_plan
+from .plan import COLWISE, ROWWISE, TASK_HEADS, Block, Plan, Rule, Stack, register_plan
 
 GPT2 = register_plan(
     Plan(
@@ -14,5 +14,6 @@ GPT2 = register_plan(
             "h.*.mlp": Block({"c_fc": Rule(COLWISE, "width"), "c_proj": Rule(ROWWISE, "width")}),
         },
         ("wte", "wpe", "h.*.ln_1", "h.*.ln_2", "ln_f", *TASK_HEADS),
+        stack=Stack("h.*", "attn", "ln_f", dropout="attn.resid_dropout.p"),
     )
 )

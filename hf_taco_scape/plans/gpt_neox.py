@@ -1,6 +1,6 @@
 """GPT-NeoX: the fused projection holds each head's q, k and v together, so that whole heads are contiguous rows."""
 
-from .plan import COLWISE, ROWWISE, TASK_HEADS, Block, Plan, Rule, register_plan
+from .plan import COLWISE, ROWWISE, TASK_HEADS, Block, Plan, Rule, Stack, register_plan
 
 _OPTIONAL = (*TASK_HEADS, "embed_out")
 
@@ -22,5 +22,6 @@ GPT_NEOX = register_plan(
             *_OPTIONAL,
         ),
         optional=_OPTIONAL,
+        stack=Stack("layers.*", "attention", "final_layer_norm", dropout="post_attention_dropout.p"),
     )
 )

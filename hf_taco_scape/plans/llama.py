@@ -1,6 +1,6 @@
 """Llama and the families that share its block layout: Qwen2 (biases on q/k/v) and Qwen3 (norms on q and k)."""
 
-from .plan import COLWISE, ROWWISE, TASK_HEADS, Block, Plan, Rule, register_plan
+from .plan import COLWISE, ROWWISE, TASK_HEADS, Block, Plan, Rule, Stack, register_plan
 
 _ATTENTION = {
     "q_proj": Rule(COLWISE, "heads"),
@@ -18,7 +18,8 @@ def _plan(model_types: tuple[str, ...], partial: tuple[str, ...] = ()) -> Plan:
     attention = Block(
         _ATTENTION, {"num_key_value_groups": "queries_per_kv_head"}, partial=partial, dropout="attention_dropout"
     )
-    return register_plan(Plan(model_types, {"layers.*.self_attn": attention, "layers.*.mlp": _MLP}, _REPLICATED))
+    blocks = {"layers.*.self_attn": attention, "layers.*.mlp": _MLP}
+    return register_plan(Plan(model_types, blocks, _REPLICATED, stack=Stack("layers.*", "self_attn", "norm")))
 
 
 LLAMA = _plan(("llama", "qwen2"))

@@ -60,16 +60,33 @@ COUNTS = {
 
 
 @dataclass(frozen=True)
+class Stack:
+    """The part of a model that sequence parallelism runs on pieces of the sequence: what lies before `norm`.
+
+    layers: pattern of the layers, first to last. lead: the child of a layer that runs first of its blocks and is given
+    the layer's keyword arguments (attention). norm: the module that the last layer's output goes to.
+    dropout: attribute path, from a layer, of the dropout probability *outside* the split parts of its blocks.
+    """
+
+    layers: str
+    lead: str
+    norm: str
+    dropout: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan of one family: `blocks` and `replicated` must together name every module that owns parameters.
 
     optional: patterns that a variant of the model may lack; any other pattern that matches nothing is an error.
+    stack: where sequence parallelism cuts; without it the family is refused for that.
     """
 
     model_types: tuple[str, ...]
     blocks: Mapping[str, Block]
     replicated: tuple[str, ...]
     optional: tuple[str, ...] = TASK_HEADS
+    stack: Stack | None = None
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hf_taco_scape.collectives.dispatch as dispatch
-from hf_taco_scape.codecs import get_codec, register_codec
-from hf_taco_scape.codecs.identity import IdentityCodec
+from hf_taco_scape.codecs import get_codec
 from hf_taco_scape.collectives import compressed, crossover, symm_mem
 from hf_taco_scape.collectives.dispatch import Communicator, open_communicator
 from hf_taco_scape.collectives.routes import OPERATIONS, Route, RouteTable
@@ -277,10 +276,6 @@ def test_real_measurement_agrees_over_ranks_and_takes_seconds(pool, tmp_path):
     assert seconds < 30
 
 
-class MyCodec(IdentityCodec):
-    name = "mine"
-
-
 class _Fused:
     """In the place of collectives/symm_mem.py: the process group's collectives, counted, or a reason why not."""
 
@@ -291,8 +286,8 @@ class _Fused:
         return self._reasons[dist.get_rank()]
 
     def inbox_bytes(self, numel, ranks, codec, dtype=torch.float32):
-        if codec.name == "mine":
-            raise ValueError("codec 'mine' has no kernels")
+        if codec.name == "int8":
+            raise ValueError("codec 'int8' has no kernels")
         return numel
 
     def SymmetricWorkspace(self, group, device, max_bytes):
@@ -315,8 +310,6 @@ def _with_symm_mem(reasons, codec="fp8", dtype=torch.float32, **options):
     handler.emit = lambda record: records.append(record)
     logger = logging.getLogger("hf_taco_scape")
     logger.addHandler(handler), logger.setLevel(logging.INFO)
-    if codec == "mine":
-        register_codec("mine", lambda: MyCodec())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "symm_mem", fused)
         try:
@@ -342,8 +335,8 @@ def test_symm_mem_carries_every_message_where_it_starts(pool):
 def test_what_no_kernel_knows_takes_the_process_group(pool):
     doubles = pool.run(2, _with_symm_mem, [None, None], codec="none", dtype=torch.float64)
     assert doubles == [([], [])] * 2
-    (calls, words), (_, others) = pool.run(2, _with_symm_mem, [None, None], codec="mine")
-    assert calls == [] and "symm_mem cannot start: codec 'mine' has no kernels" in words[0] and others == []
+    (calls, words), (_, others) = pool.run(2, _with_symm_mem, [None, None], codec="int8")
+    assert calls == [] and "symm_mem cannot start: codec 'int8' has no kernels" in words[0] and others == []
 
 
 def test_auto_falls_back_everywhere_where_one_rank_cannot(pool):

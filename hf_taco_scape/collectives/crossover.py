@@ -17,7 +17,7 @@ SIZES = tuple(4**e for e in range(6, 14))  # 4 KiB to 64 MiB
 SMALLEST_COMPRESSED = 2**16  # messages of single tokens stay dense: there is latency to lose and no time to win
 LARGEST_ONE_SHOT = 2**20  # more than two ranks: every byte travels to everybody
 _REPEATS = 5
-_CALLS, _CALL_BYTES = 20, 2**22  # calls in a row, fewer of large messages
+_MOST_CALLS, _ROUND_S = 20, 0.01  # calls in a row: as many as take this long together
 _REFINEMENTS = 4
 _BUDGET_S = 2.0  # for one operation: sizes that would take longer are left out
 
@@ -83,16 +83,24 @@ class _Times:
         return choose(self.sizes, {route: times for route, times in self.table().items() if route in routes})
 
     def add_if_affordable(self, nbytes: int) -> None:
-        """Measure a size, unless the time is used up or would be, from what the next smaller size took."""
-        smaller = [known for known in self.sizes if known < nbytes]
-        expected = self._cost(smaller[-1]) * nbytes / smaller[-1] if smaller else 0.0
-        if nbytes not in self._by_size and self._spent + expected <= _BUDGET_S:
-            self._add(nbytes)
-            self._spent += self._cost(nbytes)
+        """Measure a size, unless the time is used up or would be, as far as smaller sizes tell."""
+        if nbytes in self._by_size:
+            return
+        if not self._by_size:
+            self._add(nbytes, 1)  # to know how long a call takes; measured again below
+        smaller = [known for known in self.sizes if known <= nbytes]
+        expected, slope = self._a_round(smaller[-1]), 0.0
+        if len(smaller) > 1:
+            slope = (expected - self._a_round(smaller[-2])) / (smaller[-1] - smaller[-2])
+        expected += max(slope, 0.0) * (nbytes - smaller[-1])
+        calls = max(1, min(_MOST_CALLS, int(_ROUND_S / expected)))
+        if self._spent + expected * calls * (_REPEATS + 1) <= _BUDGET_S:
+            self._add(nbytes, calls)
+            self._spent += self._a_round(nbytes) * calls * (_REPEATS + 1)
 
-    def _cost(self, nbytes: int) -> float:
-        a_call = sum(t for t in self._by_size[nbytes] if t < float("inf"))
-        return a_call * _calls(nbytes) * (_REPEATS + 1)
+    def _a_round(self, nbytes: int) -> float:
+        """Seconds of one call of every route."""
+        return sum(t for t in self._by_size[nbytes] if t < float("inf"))
 
     def between(self, i: int) -> int | None:
         """A size in the middle of sizes[i] and sizes[i + 1], None where they are close; whole KiB."""
@@ -100,13 +108,12 @@ class _Times:
         middle = round((low * high) ** 0.5 / 1024) * 1024
         return middle if low * 1.05 < middle < high / 1.05 else None
 
-    def _add(self, nbytes: int) -> None:
+    def _add(self, nbytes: int, calls: int) -> None:
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         step = 128 * self._ranks  # so that it splits evenly
         numel = max(nbytes // dtype.itemsize // step, 1) * step
         x = torch.randn(numel, device=self._device).to(dtype)
         samples: dict[Route, list[float]] = {route: [] for route in self._routes if _suits(route, nbytes, self._ranks)}
-        calls = _calls(nbytes)
         for repeat in range(_REPEATS + 1):
             # in turn, so that a slow moment of the machine meets all of them
             for route, times in samples.items():
@@ -124,10 +131,6 @@ def _suits(route: Route, nbytes: int, ranks: int) -> bool:
     if route.dense:
         return True
     return nbytes >= SMALLEST_COMPRESSED and not (route.shots == 1 and ranks > 2 and nbytes > LARGEST_ONE_SHOT)
-
-
-def _calls(nbytes: int) -> int:
-    return max(1, min(_CALLS, _CALL_BYTES // nbytes))
 
 
 def seconds_a_call(run, operation: str, route: Route, x: torch.Tensor, calls: int) -> float:

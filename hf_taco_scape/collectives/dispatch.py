@@ -20,7 +20,7 @@ from ..codecs.device import kernels_for
 from . import compressed, symm_mem
 from .crossover import SIZES, Measured, measure
 from .error_sample import ErrorSampler
-from .machine import differences, first_says, read_cache, signature, write_cache
+from .machine import cache_file, differences, first_says, read_cache, signature, write_cache
 from .meter import ByteMeter
 from .presets import codec_pair
 from .routes import Route, RouteTable, fixed_table
@@ -211,7 +211,9 @@ def open_communicator(
     first = comm._is_first(groups)
     # one rank reads: folders differ between nodes, and all have to have the same table
     found = first_says(read_cache(comm.signature) if first and use_cache else None, groups)
+    source = f"kept in {cache_file(comm.signature)}; python -m hf_taco_scape.doctor measures again"
     if found is None:
+        source = "measured now"
 
         def run(operation, route, x):
             return comm.send(operation, route, x.view(comm.size, -1)[comm.rank] if operation == "all_gather" else x)
@@ -221,7 +223,7 @@ def open_communicator(
             write_cache(comm.signature, found)
     comm.table = found
     if first:
-        logger.info("tensor-parallel messages over %d ranks, by size:\n%s", comm.size, found.describe())
+        logger.info("tensor-parallel messages over %d ranks (%s):\n%s", comm.size, source, found.describe())
     return comm
 
 

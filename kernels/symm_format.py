@@ -1,64 +1,56 @@
 """What symm_kernels.py is told of a codec, of the ranks' pieces and of a call; plain data, no Triton needed."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 GROUP = 128
 TAIL_BYTES = 256
-
-# (scales of a group, bits) -> pieces that a group is split into and warps of a program
-TUNED: dict[tuple[int, int], tuple[int, int]] = {(0, 16): (2, 4), (0, 32): (1, 4)}
-DEFAULT = (4, 4)
+SCALE_BYTES = {0: 0, 1: 2, 2: 8}  # of a group, by the number of scales
 
 
 @dataclass(frozen=True)
 class Format:
-    """A codec as the kernels see it: largest code (0: values as they are), bits of one, transform, scales a group."""
+    """A codec as the kernels see it: largest code (0: values as they are), bits of one, transform, scales a group;
+    and its tiles: pieces that a group is split into, warps of a program."""
 
     qmax: int
     bits: int
     hadamard: bool
     scales: int
+    pieces: int = 4
+    warps: int = 4
 
-    @property
-    def pieces(self) -> int:
-        return TUNED.get((self.scales, self.bits), DEFAULT)[0]
-
-    @property
-    def warps(self) -> int:
-        return TUNED.get((self.scales, self.bits), DEFAULT)[1]
-
-    @property
+    @cached_property
     def rows(self) -> int:
         """Groups of a tile: a thread has eight neighbours of each piece."""
         return 2 * self.pieces * self.warps
 
-    @property
-    def words(self) -> int:
-        """32-bit words of a thread's codes."""
-        return self.pieces * self.bits // 4
+    @cached_property
+    def tile_bytes(self) -> int:
+        return self.rows * (GROUP * self.bits // 8 + SCALE_BYTES[self.scales])
 
     def tiles(self, numel: int) -> int:
         return max(-(-numel // (self.rows * GROUP)), 1)
 
     def sent_bytes(self, numel: int) -> int:
         """Bytes that travel as the message of `numel` elements: whole tiles, and taco's short last group."""
-        scale_bytes = {0: 0, 1: 2, 2: 8}[self.scales]
-        tail = self.scales == 2 and numel % GROUP > 0
-        tiles = self.tiles(numel - numel % GROUP * tail)
-        return tiles * self.rows * (GROUP * self.bits // 8 + scale_bytes) + TAIL_BYTES * tail
+        if self.scales == 2 and numel % GROUP:
+            return self.tiles(numel - numel % GROUP) * self.tile_bytes + TAIL_BYTES
+        return self.tiles(numel) * self.tile_bytes
 
     def message_bytes(self, numel: int) -> int:
         """Bytes of an inbox for a message of up to `numel` elements, a multiple of 256."""
-        tail = TAIL_BYTES * (self.scales == 2)  # a shorter message may have a short group where this one has none
-        return -(-self.sent_bytes(-(-numel // GROUP) * GROUP) // 256) * 256 + tail
+        tail = TAIL_BYTES if self.scales == 2 else 0  # a shorter message may have a short group where this has none
+        return -(-self.tiles(numel) * self.tile_bytes // 256) * 256 + tail
 
     def constants(self) -> dict:
+        """The kernels' constants; a thread's codes fill WORDS words of 32 bits."""
         return {
             "QMAX": self.qmax,
             "BITS": self.bits,
             "HADAMARD": self.hadamard,
             "SCALES": self.scales,
-            "WORDS": self.words,
+            "WORDS": self.pieces * self.bits // 4,
             "ROWS": self.rows,
             "PIECES": self.pieces,
         }

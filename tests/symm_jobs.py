@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import time
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from hf_taco_scape.codecs import get_codec
 from hf_taco_scape.codecs.codec import CANONICAL_NAN
 from hf_taco_scape.codecs.device import torch_twins
-from hf_taco_scape.collectives import ByteMeter, compressed
+from hf_taco_scape.collectives import ByteMeter, compressed, symm_workspace
 from hf_taco_scape.collectives import symm_mem as symm
 from hf_taco_scape.collectives.symm_workspace import SymmetricWorkspace
 
@@ -18,7 +19,39 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import triton_on_cpu  # noqa: F401
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+CODECS = ["none", "taco", "fp8", "int8", "hadamard-int8", "hadamard-int6", "hadamard-int4"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PATIENCE_S = 60.0  # ranks on one GPU take turns of milliseconds, eight of them wait for whole rounds
+
+
+def one_shot_cases(name, dtype):
+    """(operation, codec, dtype, shape or list of shapes by rank) for `against_twin`."""
+    shapes = [(1,), (130,), (33, 127), (4096 + 128,)]
+    shapes += [] if INTERPRETED else [(3, 5, 1001), (1 << 20,), (0,), ((1 << 21) + 77,)]
+    return [("all_reduce", name, dtype, shape) for shape in shapes]
+
+
+def two_shot_cases(name, world):
+    shapes = [(1,), (33, 127)] + ([] if INTERPRETED else [(130,), (1 << 20,), ((1 << 20) + 77,)])
+    cases = [("all_reduce", name, torch.bfloat16, shape) for shape in shapes]
+    return [*cases, ("all_reduce", name, torch.float16 if world == 3 else torch.float32, shapes[1])]
+
+
+def halves_cases(name, world):
+    big = 64 if INTERPRETED else 1000
+    cases = [("reduce_scatter", name, torch.bfloat16, shape) for shape in [(big, 128), (7, 33), (1, 300), (5,)]]
+    cases += [("all_gather", name, torch.bfloat16, shape) for shape in [(5, 33), (big // 4, 128)]]
+    for dtype, rows in ((torch.bfloat16, [5, 0, 9, 2]), (torch.float32, [3, 2, 2, 2]), (torch.float16, [1, 2, 3, 1])):
+        cases.append(("all_gather", name, dtype, [(r, 40) for r in rows[:world]]))
+    return cases
+
+
+def mixed_cases(world):
+    operations, widths = ["all_reduce", "reduce_scatter", "all_gather"], [1, 33, 128]
+    return [
+        (operations[i % 3], CODECS[i % 7], torch.bfloat16, (1 + 37 * i % 300, widths[i % 3]))
+        for i in range(6 if INTERPRETED else 42)
+    ]
 
 
 class SharedFiles(SymmetricWorkspace):
@@ -36,13 +69,20 @@ class SharedFiles(SymmetricWorkspace):
         return [m.data_ptr() for m in maps], maps
 
 
+def fresh_group():
+    """All ranks, under a name that no earlier job had: symmetric memory remembers a name's ranks for good."""
+    world = dist.distributed_c10d._world
+    world.group_count = max(world.group_count, 10 * int(os.environ["MASTER_PORT"]))
+    return dist.new_group()
+
+
 def workspace(group=None, max_bytes=0, patience_s=PATIENCE_S):
     # both are facts of this test, not of the library: ranks share a GPU, and multicast stays off
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     if not INTERPRETED:
         torch.cuda.set_device(DEVICE)
-    return (SharedFiles if INTERPRETED else SymmetricWorkspace)(group, DEVICE, max_bytes, patience_s)
+    return (SharedFiles if INTERPRETED else SymmetricWorkspace)(group or fresh_group(), DEVICE, max_bytes, patience_s)
 
 
 def data(shape, dtype, seed):
@@ -78,20 +118,21 @@ def assert_same(got, expected, what):
 def twin(op, x, codec, sizes=None):
     """compressed.py in plain torch; codec none as its two algorithms sum, not as the process group does."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if codec.name == "none" and (op != "all_reduce" or ranks > 2):
+        parts = [None] * ranks
+        dist.all_gather_object(parts, x.cpu())
+        if op == "all_gather":
+            return torch.cat(parts).to(x.device)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        total = total.to(x.dtype).to(x.device)
+        return total if op == "all_reduce" else total.tensor_split(ranks)[rank].contiguous()
     with torch_twins():
         if op == "all_reduce":
             return (compressed.one_shot_all_reduce if ranks == 2 else compressed.two_shot_all_reduce)(x, None, codec)
-        if codec.name != "none":
-            more = {"sizes": sizes} if op == "all_gather" else {}
-            return getattr(compressed, op)(x, None, codec, **more)
-    parts = [None] * ranks
-    dist.all_gather_object(parts, x.cpu())
-    if op == "all_gather":
-        return torch.cat(parts).to(x.device)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(x.dtype).tensor_split(ranks)[rank].contiguous().to(x.device)
+        more = {"sizes": sizes} if op == "all_gather" else {}
+        return getattr(compressed, op)(x, None, codec, **more)
 
 
 def run(op, space, x, codec, sizes=None, meter=None):
@@ -102,7 +143,7 @@ def run(op, space, x, codec, sizes=None, meter=None):
 
 
 def against_twin(cases, delays=False):
-    """Each case (op, codec, dtype, shape or list of shapes by rank) on one workspace, one after the other."""
+    """Each case on one workspace, one after the other."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     space, times = workspace(), []
     for i, (op, name, dtype, shape) in enumerate(cases):
@@ -165,8 +206,9 @@ def counter_near_overflow(name):
 
 def growth():
     """Small, then larger messages: the workspace grows between calls, the old inbox is kept."""
+    symm_workspace.MEBIBYTE = 4096
     rank, space = dist.get_rank(), workspace()
-    for numel in (1000, 3_000_000 if not INTERPRETED else 9000, 2000):
+    for numel in (500, 9000, 2000):
         x = data((numel,), torch.float32, rank + numel)
         codec = get_codec("none")
         assert_same(run("all_reduce", space, x, codec), twin("all_reduce", x, codec), str(numel))
@@ -180,13 +222,11 @@ def why_not_on_cpu():
 def why_not_here():
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(DEVICE)
-    return symm.why_not(None, DEVICE)
+    return symm.why_not(fresh_group(), DEVICE)
 
 
 def why_not_with_one_odd_rank():
     """Rank 1 lacks something: both answer the same."""
-    from hf_taco_scape.collectives import symm_workspace
-
     if dist.get_rank() == 1:
         symm_workspace._alone = lambda device: "no symmetric memory in this torch"
     else:
@@ -244,7 +284,7 @@ def growth_under_capture():
 
 def two_groups_on_two_streams(calls):
     rank, codec = dist.get_rank(), get_codec("hadamard-int8")
-    spaces = [workspace(dist.new_group([0, 1]), max_bytes=1 << 20) for _ in range(2)]
+    spaces = [workspace(fresh_group(), max_bytes=1 << 20) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     xs = [data((100_000,), torch.bfloat16, 10 * i + rank) for i in range(2)]
     expected = [twin("all_reduce", x, codec) for x in xs]
@@ -275,8 +315,12 @@ def one_group_on_two_streams(calls):
         assert_same(out, expected[i % 3], f"call {i}")
 
 
+_KEPT = []
+
+
 def a_peer_stays_away():
     space = workspace(max_bytes=1 << 20, patience_s=0.5)
+    _KEPT.append(space)  # freeing it would fail
     x = torch.ones(10_000, dtype=torch.bfloat16, device=DEVICE)
     symm.all_reduce(x, space, "fp8")
     torch.cuda.synchronize()
@@ -327,3 +371,60 @@ def huge(name, numel):
     for start in (0, 2**30, 2**31 - block):
         stop = min(start + block + 8, numel)
         assert_same(got[start:stop].clone(), twin("all_reduce", part(rank, start, stop), codec), f"from {start}")
+
+
+class _Nowhere:
+    """A workspace of kernels that are only built."""
+
+    device, rank = DEVICE, 0
+    check = staticmethod(lambda: None)
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def inbox(self, nbytes):
+        from hf_taco_scape.kernels.symm_format import Inbox
+
+        return Inbox(0, (0,) * self.ranks, 0, 0, 0, 0, 0, 0)
+
+    def table(self, starts):
+        return 1
+
+
+def _build(cases, ranks):
+    """Build the kernels of the cases as a rank of them would, start nothing."""
+    from hf_taco_scape.kernels import symm_launch
+
+    def build(name, fmt, tiles, x, out, numbers, flags):
+        symm_launch.build(name, fmt, x, out, numbers, flags)
+
+    symm_launch._launch = build
+    for operation, name, dtype, shape in cases:
+        sizes = [s[0] for s in shape] if isinstance(shape, list) else None
+        shape = shape[0] if isinstance(shape, list) else shape
+        run(operation, _Nowhere(ranks), torch.zeros(shape, dtype=dtype, device=DEVICE), get_codec(name), sizes)
+
+
+def build_all(everything):
+    """Build what the tests run, many at once: Triton keeps the results, and the ranks find them."""
+    import multiprocessing as mp
+    from itertools import groupby
+
+    work = []
+    for name in CODECS:
+        work += [(one_shot_cases(name, dtype), 2) for dtype in (DTYPES if everything else DTYPES[:1])]
+        cases = [(two_shot_cases(name, world), world) for world in ((3, 8) if everything else (3,))]
+        if everything or name in ("none", "taco"):
+            cases += [(halves_cases(name, world), world) for world in ((2, 3) if everything else (2,))]
+        for some, world in cases:
+            work += [(list(group), world) for _, group in groupby(some, lambda case: (case[0], str(case[2])))]
+    if everything:
+        work += [([case], world) for world in (2, 4) for case in mixed_cases(world)]
+    start = time.perf_counter()
+    with mp.get_context("spawn").Pool(max(os.cpu_count() - 2, 1)) as pool:
+        pool.starmap(_build, work, chunksize=1)
+    print(f"built the kernels of {len(work)} groups of cases in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    build_all("--all" in sys.argv)

@@ -21,7 +21,6 @@ from .symm_workspace import SymmetricWorkspace, why_not
 __all__ = ["SymmetricWorkspace", "all_gather", "all_reduce", "inbox_bytes", "reduce_scatter", "why_not"]
 
 
-@torch.no_grad()
 def all_reduce(
     x: torch.Tensor, workspace: SymmetricWorkspace, codec: str | Codec = "taco", meter: ByteMeter | None = None
 ) -> torch.Tensor:
@@ -31,7 +30,7 @@ def all_reduce(
     passes the same shape, dtype and codec. ValueError for what has no kernel; RuntimeError for a message that would
     grow the workspace under CUDA-graph capture, and where a peer did not come.
     """
-    codec, fmt = _check(x, workspace, codec)
+    x, fmt = _check(x, workspace, codec)
     ranks, numel = workspace.ranks, x.numel()
     if ranks == 1 or numel == 0:
         return _nothing_sent(x.clone(memory_format=torch.contiguous_format), meter)
@@ -51,7 +50,6 @@ def all_reduce(
     return out
 
 
-@torch.no_grad()
 def reduce_scatter(
     x: torch.Tensor, workspace: SymmetricWorkspace, codec: str | Codec = "taco", meter: ByteMeter | None = None
 ) -> torch.Tensor:
@@ -60,7 +58,7 @@ def reduce_scatter(
     Equivalent: `compressed.reduce_scatter(x, group, codec)`. Errors as all_reduce, and ValueError for a 0-dimensional
     x.
     """
-    codec, fmt = _check(x, workspace, codec, split=True)
+    x, fmt = _check(x, workspace, codec, split=True)
     rank, ranks = workspace.rank, workspace.ranks
     if ranks == 1 or x.numel() == 0:
         return _nothing_sent(x.tensor_split(ranks)[rank].clone(memory_format=torch.contiguous_format), meter)
@@ -75,7 +73,6 @@ def reduce_scatter(
     return out
 
 
-@torch.no_grad()
 def all_gather(
     x: torch.Tensor,
     workspace: SymmetricWorkspace,
@@ -88,7 +85,7 @@ def all_gather(
     Equivalent: `compressed.all_gather(x, group, codec, sizes)`. `sizes`: every rank's `len(x)`, needed where they
     differ. Errors as all_reduce, and ValueError for a 0-dimensional x or `sizes` that do not fit.
     """
-    codec, fmt = _check(x, workspace, codec, split=True)
+    x, fmt = _check(x, workspace, codec, split=True)
     rank, ranks = workspace.rank, workspace.ranks
     sizes = [len(x)] * ranks if sizes is None else list(sizes)
     if len(sizes) != ranks or sizes[rank] != len(x):
@@ -136,7 +133,7 @@ def _chunk(numel: int, ranks: int) -> int:
 def _format(codec: Codec, dtype: torch.dtype):
     """The codec as the kernels see it; ValueError for one that they do not have."""
     if isinstance(codec, IdentityCodec):
-        return Format(0, 8 * dtype.itemsize, False, 0)
+        return Format(0, 8 * dtype.itemsize, False, 0, pieces=4 // dtype.itemsize)
     if isinstance(codec, TacoCodec):
         return Format(448, 8, True, 2)
     if isinstance(codec, ScaledGroupCodec):
@@ -145,6 +142,8 @@ def _format(codec: Codec, dtype: torch.dtype):
 
 
 def _check(x: torch.Tensor, workspace: SymmetricWorkspace, codec: str | Codec, split: bool = False):
+    """Return x without its graph and the codec's format; ValueError for what cannot be sent."""
+    workspace.check()
     codec = get_codec(codec)
     check_dtype(codec.name, x)
     if x.device != workspace.device:
@@ -153,7 +152,7 @@ def _check(x: torch.Tensor, workspace: SymmetricWorkspace, codec: str | Codec, s
         )
     if split and x.dim() == 0:
         raise ValueError("a 0-dimensional tensor has no dim 0 to split or join: reshape it first, e.g. x.view(1)")
-    return codec, _format(codec, x.dtype)
+    return x.detach(), _format(codec, x.dtype)
 
 
 def _split_sizes(rows: int, ranks: int) -> list[int]:

@@ -32,6 +32,8 @@ class SymmetricWorkspace:
     def __init__(self, group, device: torch.device, max_bytes: int = 0, patience_s: float = PATIENCE_S) -> None:
         self.group = group
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.ranks = group_ranks(group)
         self.patience_s = patience_s
         self._room = 0
@@ -80,7 +82,14 @@ class SymmetricWorkspace:
         buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
         buffer.fill_(0xFF)
         handle = symmetric.rendezvous(buffer, self.group or dist.group.WORLD)
-        return list(handle.buffer_ptrs), (buffer, handle)
+        views = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.ranks)]
+        addresses = [view.data_ptr() for view in views]
+        if addresses[self.rank] != buffer.data_ptr():
+            raise RuntimeError(
+                "torch's symmetric memory gives another address for the own buffer than the buffer has: this release "
+                "is not supported, set tp_backend to c10d"
+            )
+        return addresses, (buffer, handle, views)
 
     def _ready(self) -> None:
         """Return once every rank's memory is filled."""
@@ -90,7 +99,6 @@ class SymmetricWorkspace:
 
     def inbox(self, nbytes: int):
         """Addresses for a call whose messages take `nbytes` of an inbox; the call belongs on the current stream."""
-        self.check()
         if nbytes > self._room:
             self.reserve(nbytes)
         if self.device.type == "cuda":

@@ -12,8 +12,10 @@ momentum: what carries a gradient from rank to rank.
              learns (1-b1^age)/age of what arrives. Conserves as kept does, with h counted
     track    EF21 with momentum (Fatkhullin et al., 2023): u = b*u + (1-b)*g per rank; what is sent is u minus what the
              others know of it, and the sum of that knowledge is the momentum. Does not conserve
-second_moment: adams (SCAPE), row, factored (row means times column means), full (each entry's: no message carries it),
-    all but the first an EMA of the ranks' mean of g_local^2.
+second_moment: adams (SCAPE); row, factored (row means times column means), full (each entry's: no message carries it),
+    EMAs of the ranks' mean of g_local^2; arrived, AdamW's own of the averaged gradient as it arrived, 0 off the mask.
+bound: an entry moves by at most bound / sqrt(density) learning rates a step; what it exceeds them by is dropped. An
+    entry waits 1/density steps, and the sum of so many steps' noise is sqrt(1/density) times one step's.
 """
 
 import torch
@@ -64,6 +66,21 @@ class LocalSecondMoment:
         return sum(per_tensor[self.kind](kind) * kind.layers for kind in self.kinds)
 
 
+class ArrivedSecondMoment:
+    """v of every sparse entry from the averaged gradient as it arrived."""
+
+    kind = "arrived"
+
+    def __init__(self, size: int, flat: torch.Tensor) -> None:
+        self.v = flat.new_zeros(size)
+
+    def update(self, ghat: torch.Tensor, b2: float) -> None:
+        self.v.mul_(b2).addcmul_(ghat, ghat, value=1 - b2)
+
+    def numbers(self) -> int:
+        return 0
+
+
 class FlatScape:
     """SCAPE on `world` ranks at once; `step(grads, lr)` takes [world, N] and uses it up.
 
@@ -86,6 +103,7 @@ class FlatScape:
         momentum: str = "sparse",
         score: str = "c",
         share: float = 1.0,
+        bound: float = 0.0,
         local_beta: float = 0.9,
         ranks: list[int] | None = None,
         dense: str = "",
@@ -100,7 +118,13 @@ class FlatScape:
         self.momentum_kind, self.score, self.share, self.local_beta = momentum, score, share, local_beta
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.masks = Masks(self.kinds, world, schedule, mask, seed, flat.device, dense)
-        self.second = None if second_moment == "adams" else LocalSecondMoment(self.kinds, second_moment, flat)
+        self.bound = bound
+        if second_moment == "adams":
+            self.second = None
+        elif second_moment == "arrived":
+            self.second = ArrivedSecondMoment(self.size, flat)
+        else:
+            self.second = LocalSecondMoment(self.kinds, second_moment, flat)
         self.momentum = torch.zeros_like(flat)
         self.residual = flat.new_zeros(world, self.size)
         self.vector_v = torch.zeros_like(flat[self.size :])
@@ -120,13 +144,16 @@ class FlatScape:
             self.clipped += (scale < 1).to(scale.dtype).mean()
             grads.mul_(scale[:, None])
         own, vectors = grads[:, : self.size], grads[:, self.size :].mean(0)
-        if self.second is not None:
+        arrived = isinstance(self.second, ArrivedSecondMoment)
+        if self.second is not None and not arrived:
             self.second.update(own, b2)
         mask = self.masks.begin(t)
         previous = self.momentum[: self.size]
         momentum = self._exchange(own, mask, previous)
-        if self.second is None or self.clip == "ghat":
+        if self.second is None or arrived or self.clip == "ghat":
             momentum, ghat, vectors = self._decode(momentum, mask, previous, vectors)
+        if arrived:
+            self.second.update(ghat, b2)
         v = self.second.v if self.second is not None else previous.square().mul_(b2).addcmul_(ghat, ghat, value=1 - b2)
         self._update(lr, momentum, v, vectors)
         counts = self.masks.counts(t)
@@ -205,7 +232,11 @@ class FlatScape:
         self.momentum[: self.size] = momentum
         denominator = torch.cat([v, vector_v]).sqrt_().div_((1 - b2**t) ** 0.5).add_(self.eps)
         self.flat[: self.size].mul_(1 - lr * self.weight_decay)
-        self.flat.addcdiv_(self.momentum, denominator, value=-lr / (1 - b1**t))
+        update = (self.momentum / denominator).div_(1 - b1**t)
+        if self.bound:
+            limit = self.bound / (self.schedule.kept(t, self.size) / self.size) ** 0.5
+            update[: self.size].clamp_(-limit, limit)
+        self.flat.sub_(update, alpha=lr)
 
     def figures(self) -> dict[str, float]:
         """Of one rank: mean density sent, residual over momentum (norms, mean over ranks), share of clipped steps, and

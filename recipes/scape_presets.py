@@ -24,6 +24,7 @@ BASE = {
     "momentum": "sparse",
     "score": "c",
     "share": 1.0,
+    "bound": 0.0,
     "local_beta": 0.9,
     "dense": "",  # names of the matrices that are sent whole
     "low_rank": 0.0,  # share of the density that goes to low-rank projections
@@ -76,6 +77,16 @@ METHODS = {
     "embedding-dense": {**FACTORED, "dense": "wte|wpe|embed"},
     "predict-topk": {**KEPT, "momentum": "predict"},
     "track-topk": {**KEPT, "momentum": "track", "local_beta": 0.95},
+    "arrived-topk": {**KEPT, "second_moment": "arrived"},
+    "arrived-random": {**KEPT, "second_moment": "arrived", "mask": "random"},
+    "arrived-half": {**KEPT, "second_moment": "arrived", "mask": "half"},
+    "arrived-sparse": {**FACTORED, "second_moment": "arrived"},
+    "bound-topk": {**FACTORED, "bound": 1.0},
+    "bound-random": {**FACTORED, "bound": 1.0, "mask": "random"},
+    "bound-kept-topk": {**KEPT, "bound": 1.0},
+    "bound-kept-random": {**KEPT, "bound": 1.0, "mask": "random"},
+    "bound-kept-tight": {**KEPT, "bound": 0.3},
+    "bound-tight": {**FACTORED, "bound": 0.3},
     # schedules of factored-topk
     "fall-longer": {**FACTORED, "hold": 0.1, "fall": 0.7},
     "hold-longer": {**FACTORED, "hold": 0.2, "fall": 0.3},
@@ -127,7 +138,24 @@ SCREEN = [
     *grid(("predict-topk", "track-topk", "kept-topk", "embedding-dense"), (2e-3,), HIGH),
     *grid(("row-random", "row-half", "factored-half", "kept-half", "kept-row-topk", "adams-local"), (2e-3,), LOW),
 ]
+# what a base model that has seen all of the text gains from more of one part of it
+FINETUNE = {"start": 2400, "start_text": "all", "steps": 1000, "hold": 0.0, "fall": 0.1, "text": "manuals"}
+SECOND = [
+    *grid(("adamw",), (2e-3,)),
+    *grid(("arrived-topk",), (1e-3, 2e-3), LOW),
+    *grid(("bound-topk", "bound-random", "bound-kept-topk", "bound-kept-random", "bound-kept-tight"), (2e-3,), LOW),
+    *grid(("arrived-topk",), (1e-3, 2e-3), HIGH),
+    *grid(("bound-topk", "bound-kept-topk", "bound-kept-tight"), (2e-3,), HIGH),
+    *grid(("arrived-random", "arrived-half"), (1e-3,)),
+    *grid(("adamw",), (3e-4, 1e-4, 1e-3), **FINETUNE),
+    *grid(("paper", "naive", "arrived-topk", "factored-topk", "bound-kept-topk"), (3e-4,), **FINETUNE),
+    *grid(("factored-topk", "factored-random", "bound-tight", "arrived-sparse", "bound-random"), (1e-3,), LOW),
+    *grid(("factored-topk", "factored-random"), (1e-3,), HIGH),
+    *grid(("factored", "adams"), (2e-3, 1e-3)),
+    *grid(("paper", "naive", "arrived-topk", "factored-topk"), (1e-4,), **FINETUNE),
+]
 PRESETS = {
+    "second": SECOND,
     "rehearsal": grid(METHODS, (1e-3,), ranks=2, **TINY)
     + grid(("adamw", "row-topk"), (1e-3,), (0.1,), model="qwen", **TINY | {"start": 6, "start_text": "all"}),
     "screen": SCREEN,

@@ -196,7 +196,7 @@ def build_optimizer(kinds, flat, config: dict):
         schedule = FlushedSchedule(schedule, last, config["flush_density"])
     if config["method"] == "naive":
         return FlatNaive(kinds, flat, ranks, schedule=schedule, **common)
-    options = ("second_moment", "mask", "clip", "momentum", "score", "share", "local_beta", "dense", "seed")
+    options = ("second_moment", "mask", "clip", "momentum", "score", "share", "bound", "local_beta", "dense", "seed")
     options = {name: config[name] for name in options}
     return FlatScape(kinds, flat, ranks, schedule=schedule, ranks=directions, **options, **common)
 

@@ -144,13 +144,7 @@ def test_readme_lists_every_toggle_and_nothing_else():
     own, theirs = ({f.name for f in dataclasses.fields(c)} for c in (TacoScapeArguments, TrainingArguments))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE))
-    refused = {"sequence_parallel"}
-    assert rows == own - theirs - refused
-    # what the README says is refused by name, is
-    for name in refused:
-        assert f"`{name} true`" in text
-        with pytest.raises(ValueError, match=f"{name} is not built yet"):
-            TacoScapeArguments(output_dir="unused", **{name: True})
+    assert rows == own - theirs
 
 
 def test_readme_tree_is_there():

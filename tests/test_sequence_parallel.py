@@ -191,10 +191,11 @@ def test_every_all_reduce_becomes_two_halves(pool, family, ranks, length):
         assert abs(sent - 9 * half) <= 9, "an uncompressed message has another size than a ring's"
 
 
-def test_both_halves_are_compressed(pool):
+def test_both_halves_are_compressed_and_the_joint_at_the_end_is_not(pool):
+    half = ring_half_bytes(3 * 16 * 64 * 4, 2)
     for forward, backward, _ in pool.run(2, _messages, "qwen3", 16, "hadamard-int8"):
-        for way in forward, backward:
-            assert way["sent_bytes"] == pytest.approx(way["dense_bytes"] * 8.125 / 32, rel=0.01)
+        assert forward["sent_bytes"] == pytest.approx((8 * 8.125 / 32 + 1) * half, rel=0.01)
+        assert backward["sent_bytes"] == pytest.approx(9 * 8.125 / 32 * half, rel=0.01)
 
 
 def test_under_autocast_blocks_gather_16_bits(pool):

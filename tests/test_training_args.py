@@ -34,7 +34,7 @@ def one_process(monkeypatch):
             "'int8-int4' is a preset of hadamard-int8 forward and hadamard-int4 backward, so codec_backward 'fp8'",
         ),
         ({"tp_backend": "mpi"}, "tp_backend 'mpi' is not known; choose one of: auto, c10d, symm_mem"),
-        ({"sequence_parallel": True}, "sequence_parallel is not built yet"),
+        ({"sequence_parallel": True}, "sequence_parallel splits the sequence over .* set tp_size to 2 or more"),
         ({"dp_sync": "lazy"}, "dp_sync 'lazy' is not known; choose one of: dense"),
         ({"tp_size": 0}, "tp_size must be at least 1, got 0"),
         ({"tp_min_bytes": "many"}, "tp_min_bytes must be auto or a number of bytes, got 'many'"),

@@ -76,20 +76,20 @@ class Communicator:
         return self.send("reduce_scatter", route, x.movedim(dim, 0), meter=self.meter).movedim(0, dim).contiguous()
 
     def all_gather(
-        self, x: torch.Tensor, dim: int, sizes: list[int] | None = None, backward: bool = False
+        self, x: torch.Tensor, dim: int, sizes: list[int] | None = None, backward: bool = False, exact: bool = False
     ) -> torch.Tensor:
         """Join the ranks' pieces along `dim` in rank order, contiguous, the same bits on every rank.
 
         sizes: every rank's `x.shape[dim]`, needed where they differ (`piece_sizes(length)` after a reduce_scatter).
-        Plain torch.distributed: all_gather, then `torch.cat(pieces, dim)`.
+        exact: never through a codec. Plain torch.distributed: all_gather, then `torch.cat(pieces, dim)`.
         """
         if torch.compiler.is_compiling():
-            return _opaque_all_gather(x, self._number, dim, sizes, backward)
+            return _opaque_all_gather(x, self._number, dim, sizes, backward, exact)
         rows = x.movedim(dim, 0)
         # every rank counts the whole message: pieces may differ, and one may be empty
         whole = len(rows) * self.size if sizes is None else sum(sizes)
         nbytes = whole * math.prod(rows.shape[1:]) * x.element_size()
-        route = self._route("all_gather", x, nbytes, backward)
+        route = Route("none") if exact else self._route("all_gather", x, nbytes, backward)
         return self.send("all_gather", route, rows, sizes, self.meter).movedim(0, dim).contiguous()
 
     def piece_sizes(self, length: int) -> list[int]:
@@ -300,14 +300,16 @@ def _(x: torch.Tensor, communicator: int, dim: int, backward: bool) -> torch.Ten
 
 @torch.library.custom_op("hf_taco_scape::tp_all_gather", mutates_args=())
 def _opaque_all_gather(
-    x: torch.Tensor, communicator: int, dim: int, sizes: Sequence[int] | None, backward: bool
+    x: torch.Tensor, communicator: int, dim: int, sizes: Sequence[int] | None, backward: bool, exact: bool
 ) -> torch.Tensor:
     sizes = None if sizes is None else list(sizes)
-    return _COMMUNICATORS[communicator].all_gather(x, dim, sizes, backward)
+    return _COMMUNICATORS[communicator].all_gather(x, dim, sizes, backward, exact)
 
 
 @_opaque_all_gather.register_fake
-def _(x: torch.Tensor, communicator: int, dim: int, sizes: Sequence[int] | None, backward: bool) -> torch.Tensor:
+def _(
+    x: torch.Tensor, communicator: int, dim: int, sizes: Sequence[int] | None, backward: bool, exact: bool
+) -> torch.Tensor:
     shape = list(x.shape)
     shape[dim] = shape[dim] * _COMMUNICATORS[communicator].size if sizes is None else sum(sizes)
     return x.new_empty(shape)

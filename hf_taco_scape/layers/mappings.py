@@ -77,7 +77,7 @@ class _JoinPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, length, comm):
         ctx.comm = comm
-        return comm.all_gather(x, SEQUENCE, comm.piece_sizes(length))
+        return comm.all_gather(x, SEQUENCE, comm.piece_sizes(length), exact=True)
 
     @staticmethod
     def backward(ctx, grad):
@@ -138,6 +138,7 @@ def take_piece(x: torch.Tensor, comm) -> torch.Tensor:
 def join_pieces(x: torch.Tensor, length: int, comm) -> torch.Tensor:
     """Join pieces into a replicated activation whose gradient is the same on all ranks (the head is not split).
 
+    Not through the codec: it is the residual stream itself, and its error would go straight into the logits.
     Plain torch.distributed: all_gather; backward: `grad.tensor_split(size, 1)[rank]`.
     """
     return _JoinPieces.apply(x, length, comm)

@@ -16,7 +16,7 @@ from .routes import DIRECTIONS, Route, RouteTable, candidates, choose
 SIZES = tuple(4**e for e in range(6, 14))  # 4 KiB to 64 MiB
 SMALLEST_COMPRESSED = 2**16  # messages of single tokens stay dense: there is latency to lose and no time to win
 LARGEST_ONE_SHOT = 2**20  # more than two ranks: every byte travels to everybody
-_REPEATS = 5
+_REPEATS = 7
 _MOST_CALLS, _ROUND_S = 20, 0.01  # calls in a row: as many as take this long together
 _REFINEMENTS = 4
 _BUDGET_S = 2.0  # for one operation: sizes that would take longer are left out

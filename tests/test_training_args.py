@@ -154,6 +154,22 @@ def test_plain_training_arguments_are_refused(tmp_path):
         TacoScapeTrainer(model=tiny.build("gpt2"), args=tf.TrainingArguments(str(tmp_path), use_cpu=True))
 
 
+def _backends():
+    """tp_backend reaches the split model: symm_mem says why it cannot start on the CPU, auto and a preset train."""
+    with pytest.raises(ValueError, match="tp_backend symm_mem cannot start: rank 0: .*CUDA.*Choose auto or c10d"):
+        training.trainer("gpt2", training.arguments(2, "out", tp_backend="symm_mem"))
+    built, recorder = training.trainer("gpt2", training.arguments(2, "out", tp_codec="int6-int4", max_steps=2))
+    built.train()
+    comm = built.accelerator._communicators[0]
+    return comm.codec_names, comm.workspace, recorder.column("tp_compression")
+
+
+def test_backend_and_preset_reach_the_model(pool):
+    for names, workspace, compression in pool.run(2, _backends):
+        assert names == ("hadamard-int6", "hadamard-int4") and workspace is None
+        assert all(6 < ratio < 6.5 for ratio in compression), "5.125 bits of 32 on average"
+
+
 def _wrong_world(tp_size):
     with pytest.raises(ValueError, match=f"tp_size {tp_size} does not divide the {dist.get_world_size()} process"):
         training.trainer("gpt2", training.arguments(tp_size, "out", per_device_train_batch_size=2))

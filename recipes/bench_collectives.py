@@ -4,6 +4,8 @@
 
 `accelerate launch --multi_gpu --num_processes N` works too; any number of ranks, NCCL with a GPU a rank, else gloo.
 x is the bytes of the message in `--dtype`. A sample is the slowest rank's time of one call. Appends to results.csv.
+Where symmetric memory starts, also our kernels over it (`symm <codec>`) and torch's two-shot (`torch two_shot`), and
+everything but gloo in a CUDA graph (`all_reduce graph`: a sample is a replay's time by its calls).
 """
 
 import argparse
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+import symm_bench
 from hf_taco_scape.codecs import Codec, get_codec, list_codecs
 from hf_taco_scape.collectives import ByteMeter, all_reduce
 from results import RESULTS, append_rows, device_name
@@ -43,6 +46,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="default: bfloat16 on CUDA, float32 on CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if each rank has a GPU of its own")
+    parser.add_argument("--symm", choices=["auto", "off"], default="auto", help="symmetric memory where it starts")
+    parser.add_argument("--graph-calls", type=int, default=16, help="calls in a CUDA graph")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--link", default=None, help="name of the link for the table, e.g. NVLink")
@@ -68,6 +73,17 @@ class Bench:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.dtype = DTYPES[args.dtype or ("bfloat16" if gpus else "float32")]
         self.args = args
+        self.symm: symm_bench.SymmBench | None = None
+
+    def start_symmetric_memory(self, max_bytes: int) -> None:
+        if self.args.symm == "off" or self.device.type != "cuda":
+            return
+        found = symm_bench.start(self.device, self.ranks, max_bytes, self.dtype)
+        if isinstance(found, str):
+            if self.rank == 0:
+                print(f"no symmetric memory: {found}")
+        else:
+            self.symm = found
 
     def inputs(self, numel: int) -> list[torch.Tensor]:
         """Different Gaussian messages on every rank, enough of them to outgrow the caches."""
@@ -106,13 +122,16 @@ class Bench:
         return samples
 
 
-def assert_right(bench: Bench, codec: Codec, x: torch.Tensor) -> float:
-    """Raise AssertionError unless the sum is within the codec's error and has the same bits on all ranks."""
-    y = all_reduce(x, None, codec)
+def assert_right(bench: Bench, codec: Codec, x: torch.Tensor, reduce: Callable | None = None) -> float:
+    """Raise AssertionError unless the sum is within the codec's error and has the same bits on all ranks.
+
+    reduce: x -> its sum over the ranks, by default through the process group.
+    """
+    y = reduce(x) if reduce else all_reduce(x, None, codec)
     exact = x.double()
     dist.all_reduce(exact)
     error = 100 * float((y.double() - exact).norm() / exact.norm())
-    once = ERRORS.get(codec.name)
+    once = 0.0 if codec.name == "none" else ERRORS.get(codec.name)
     if once is None:  # an own codec: what it does to one message is the measure
         once = 100 * float((codec.decode(codec.encode(x), x.numel(), x.dtype) - x).double().norm() / x.double().norm())
     # a second quantisation in a two-shot; the output's own rounding; a small message's scatter
@@ -160,7 +179,47 @@ def measure(bench: Bench, size: int) -> list[dict]:
             found.append(
                 {"case": case, "provider": name, "samples": bench.microseconds(call), "error": error, **traffic}
             )
+    if bench.symm:
+        found += measure_symmetric_memory(bench, xs)
     return [row | {"x": nbytes} for row in found]
+
+
+def measure_symmetric_memory(bench: Bench, xs: list[torch.Tensor]) -> list[dict]:
+    """As `measure`: eager and in a CUDA graph, torch's own kernels and ours; asserts first that ours are right."""
+    symm, args, found, meter = bench.symm, bench.args, [], ByteMeter()
+
+    def graph(call, restore=None):
+        return symm.graph_microseconds(call, args.graph_calls, args.repeats, restore)
+
+    def add(case, provider, samples, sent, error=0.0):
+        found.append({"case": case, "provider": provider, "samples": samples, "sent": sent, "error": error})
+
+    all_reduce(xs[0], None, "none", meter)
+    dense_bytes = meter.sent_bytes
+    if bench.backend == "nccl":
+        copies = [x.clone() for x in xs]
+        add("all_reduce graph", "dense", graph(lambda i: dist.all_reduce(copies[i % len(copies)])), dense_bytes)
+    if xs[0].nbytes % 16 == 0:  # what torch's kernel takes
+        call, restore = symm.torch_two_shot(xs)
+        assert_right(bench, get_codec("none"), xs[0], lambda x: call(0))
+        restore()
+        add("all_reduce", "torch two_shot", bench.microseconds(call), dense_bytes)
+        add("all_reduce graph", "torch two_shot", graph(call, restore), dense_bytes)
+    for name in ["none", *args.codecs]:
+        codec = get_codec(name)
+        error = assert_right(bench, codec, xs[0], symm.all_reduce(codec))
+        if name != "none":
+            symm_bench.assert_as_over_the_process_group(symm, codec, xs[0])
+        meter.reset()
+        symm.all_reduce(codec, meter)(xs[0])
+        reduce = symm.all_reduce(codec)
+
+        def call(i, reduce=reduce):
+            return reduce(xs[i % len(xs)])
+
+        add("all_reduce", f"symm {name}", bench.microseconds(call), meter.sent_bytes, error)
+        add("all_reduce graph", f"symm {name}", graph(call), meter.sent_bytes, error)
+    return found
 
 
 def percentiles(samples: torch.Tensor) -> dict[str, float]:
@@ -171,7 +230,7 @@ def percentiles(samples: torch.Tensor) -> dict[str, float]:
 def to_rows(bench: Bench, found: list[dict]) -> list[dict]:
     """Rows for results.csv: the time of every call, its GB/s, its gain over dense and its share of the limit."""
     args, rows = bench.args, []
-    dense = percentiles(found[0]["samples"])["p50"]
+    dense = {call["case"]: percentiles(call["samples"])["p50"] for call in found if call["provider"] == "dense"}
     common = {
         "bench": "collectives",
         "ranks": bench.ranks,
@@ -189,9 +248,10 @@ def to_rows(bench: Bench, found: list[dict]) -> list[dict]:
             "error_percent": round(call["error"], 3),
         }
         metrics = {"time": ("us", times), "rate": ("GB/s of message", _inverse(times, call["x"] / 1e3))}
-        if call["case"] == "all_reduce":
+        if "sent" in call:
             config["sent_bytes"] = call["sent"]
-            metrics["speedup"] = ("x dense", _inverse(times, dense))
+            if call["case"] in dense:
+                metrics["speedup"] = ("x dense", _inverse(times, dense[call["case"]]))
             limit, amount = args.link_gbs, call["sent"]
         else:
             limit, amount = args.memory_gbs, call["memory"]
@@ -251,6 +311,7 @@ def main() -> None:
     args = parse_arguments()
     bench = Bench(args)
     sizes = args.sizes or [2**e for e in (range(20, 28, 2) if bench.device.type == "cuda" else range(14, 24, 2))]
+    bench.start_symmetric_memory(max(sizes))
     rows = []
     for size in sizes:
         rows += to_rows(bench, measure(bench, size))

@@ -17,8 +17,22 @@ from hf_taco_scape.collectives.symm_workspace import SymmetricWorkspace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
+    import triton.language as tl
     import triton_on_cpu  # noqa: F401
-DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+    from hf_taco_scape.kernels import symm_memory
+
+    def wait_politely(at):
+        """As in symm_memory.py, but the ranks share a few cores: a polling one gives its own away."""
+        word = tl.load(at)
+        while bool(tl.max((word == -1).to(tl.int32)) > 0):
+            time.sleep(0.001)
+            word = tl.load(at)
+        return word
+
+    symm_memory._interpreted_wait = wait_politely
+# a GPU for each rank as far as they go
+INDEX = int(os.environ.get("RANK", 0)) % max(torch.cuda.device_count(), 1)
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", INDEX)
 CODECS = ["none", "taco", "fp8", "int8", "hadamard-int8", "hadamard-int6", "hadamard-int4"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PATIENCE_S = 60.0  # ranks on one GPU take turns of milliseconds, eight of them wait for whole rounds

@@ -49,6 +49,58 @@ def test_wrong_codecs_are_refused_before_they_are_timed(pool, ranks):
         pool.run(ranks, _check, Coarse)
 
 
+class _Symmetric:
+    """In the place of symm_bench.SymmBench: the process group, and a clock that always shows the same."""
+
+    def all_reduce(self, codec, meter=None):
+        return lambda x: bench_collectives.all_reduce(x, None, codec, meter)
+
+    def torch_two_shot(self, xs):
+        copies = [x.clone() for x in xs]
+
+        def restore():
+            for copy, x in zip(copies, xs, strict=True):
+                copy.copy_(x)
+
+        def call(i):
+            dist.all_reduce(copies[i % len(copies)])
+            return copies[i % len(copies)]
+
+        return call, restore
+
+    def graph_microseconds(self, call, calls, repeats, restore=None):
+        call(0)
+        return torch.tensor([2.0] * repeats, dtype=torch.float64)
+
+
+def _rows_over_symmetric_memory():
+    arguments = SimpleNamespace(
+        codecs=["fp8"], repeats=2, warmup=1, graph_calls=4, link="here", link_gbs=1.0, memory_gbs=None
+    )
+    bench = SimpleNamespace(
+        symm=_Symmetric(), args=arguments, backend="gloo", ranks=2, dtype=torch.float32, device=torch.device("cpu")
+    )
+    bench.microseconds = lambda call: (call(0), torch.tensor([4.0, 4.0], dtype=torch.float64))[1]
+    xs = [torch.randn(4096, generator=torch.Generator().manual_seed(10 * dist.get_rank() + i)) for i in range(2)]
+    found = [{"case": "all_reduce", "provider": "dense", "samples": torch.tensor([8.0, 8.0]).double()}]
+    found[0] |= {"sent": 1, "error": 0.0}
+    found += bench_collectives.measure_symmetric_memory(bench, xs)
+    return bench_collectives.to_rows(bench, [call | {"x": xs[0].nbytes} for call in found])
+
+
+def test_rows_over_symmetric_memory(pool):
+    rows, _ = pool.run(2, _rows_over_symmetric_memory)
+    seen = {(row["case"], row["provider"], row["metric"]): row for row in rows}
+    providers = ["torch two_shot", "symm none", "symm fp8"]
+    for provider in providers:
+        assert seen["all_reduce", provider, "speedup"]["p50"] == 2.0
+        assert seen["all_reduce graph", provider, "time"]["p50"] == 2.0
+        assert ("all_reduce graph", provider, "speedup") not in seen  # gloo has no graph to compare with
+        assert seen["all_reduce graph", provider, "share of limit"]["unit"] == "of 1 GB/s"
+    assert {row["provider"] for row in rows} == {"dense", *providers}
+    assert seen["all_reduce", "symm fp8", "time"]["config"]["sent_bytes"] == 4096 + 64
+
+
 def test_sizes():
     assert [bench_collectives.parse_size(s) for s in ("100", "2K", "1.5M", "1G")] == [100, 2048, 1572864, 2**30]
 

@@ -93,9 +93,9 @@ class SymmetricWorkspace:
 
     def _ready(self) -> None:
         """Return once every rank's memory is filled."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
+        arrived = torch.ones(1, device=self.device)
+        dist.all_reduce(arrived, group=self.group)
+        arrived.item()  # the stream has filled this rank's memory before the collective ran
 
     def inbox(self, nbytes: int):
         """Addresses for a call whose messages take `nbytes` of an inbox; the call belongs on the current stream."""

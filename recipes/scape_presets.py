@@ -87,6 +87,12 @@ METHODS = {
     "bound-kept-random": {**KEPT, "bound": 1.0, "mask": "random"},
     "bound-kept-tight": {**KEPT, "bound": 0.3},
     "bound-tight": {**FACTORED, "bound": 0.3},
+    "momentum-0.95": {**FACTORED, "betas": [0.95, 0.95]},
+    # the last tenth dense again, at the smallest learning rates; what has waited arrives bounded
+    "dense-end-topk": {**FACTORED, "bound": 1.0, "flush": 0.1, "flush_density": 1.0},
+    "dense-end-random": {**FACTORED, "bound": 1.0, "flush": 0.1, "flush_density": 1.0, "mask": "random"},
+    "dense-end-row": {**ROW, "bound": 1.0, "flush": 0.1, "flush_density": 1.0},
+    "dense-end-paper": {"method": "scape", "flush": 0.1, "flush_density": 1.0},
     # schedules of factored-topk
     "fall-longer": {**FACTORED, "hold": 0.1, "fall": 0.7},
     "hold-longer": {**FACTORED, "hold": 0.2, "fall": 0.3},
@@ -154,7 +160,22 @@ SECOND = [
     *grid(("factored", "adams"), (2e-3, 1e-3)),
     *grid(("paper", "naive", "arrived-topk", "factored-topk"), (1e-4,), **FINETUNE),
 ]
+THIRD = [
+    *grid(("factored-topk", "dense-end-topk", "dense-end-random", "factored-random"), (4e-3,)),
+    *grid(("factored",), (4e-3,)),
+    *grid(("adamw",), (3e-4, 1e-3, 2e-3), **FINETUNE),
+    *grid(("factored-topk", "dense-end-topk", "paper", "naive"), (1e-3,), **FINETUNE),
+    *grid(("naive", "dense-end-paper"), (2e-3,)),
+    *grid(("factored-topk", "dense-end-topk"), (2e-3,), **FINETUNE),
+    *grid(("fall-longer", "momentum-0.95", "dense-end-row"), (4e-3,)),
+    *grid(("dense-end-random", "factored-random"), (1e-3,), **FINETUNE),
+    *grid(("factored-topk", "dense-end-topk"), (8e-3,)),
+    *grid(("dense-end-topk",), (2e-3,)),
+    *grid(("adams",), (2e-3, 1e-3)),
+    *grid(("paper",), (2e-3, 5e-4), LOW),
+]
 PRESETS = {
+    "third": THIRD,
     "second": SECOND,
     "rehearsal": grid(METHODS, (1e-3,), ranks=2, **TINY)
     + grid(("adamw", "row-topk"), (1e-3,), (0.1,), model="qwen", **TINY | {"start": 6, "start_text": "all"}),

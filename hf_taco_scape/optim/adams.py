@@ -12,7 +12,7 @@ State is one tensor a parameter, fp32 whatever the parameter's dtype (fp64 for f
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.optim import Optimizer
@@ -47,6 +47,18 @@ def check_hyperparameters(lr, betas, eps, weight_decay) -> None:
         )
 
 
+_kernels: Callable[..., bool] | None = None
+
+
+def use_kernels(update: Callable[..., bool]) -> None:
+    """Let `adams_update_` try `update` first: same arguments, and whether it did the work.
+
+    This room knows torch only, so the room that knows the kernels hands them in.
+    """
+    global _kernels
+    _kernels = update
+
+
 def adams_update_(
     params: list[torch.Tensor],
     grads: list[torch.Tensor],
@@ -62,6 +74,9 @@ def adams_update_(
 
     `grads` (state dtype or the parameter's) are read only; `momenta` have the state dtype; `step` counts from 1.
     """
+    hyperparameters = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if _kernels is not None and _kernels(params, grads, momenta, **hyperparameters):
+        return
     b1, b2 = betas
     v = torch._foreach_mul(momenta, momenta)
     torch._foreach_mul_(v, b2)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from hf_taco_scape.collectives.meter import ByteMeter, ring_all_reduce_bytes
 from hf_taco_scape.collectives.sparse import PackedMessage, group_rank, group_size
+from hf_taco_scape.sync import device as devices
 from hf_taco_scape.sync.density import DensitySchedule
 from hf_taco_scape.sync.mask import EncodedMask, assign_owners, select_topk
 from hf_taco_scape.sync.mask_exchange import MaskExchange
 from hf_taco_scape.sync.norms import clip_coefficient, model_norm, norm_weights
 from hf_taco_scape.sync.side_lane import SideLane
 from hf_taco_scape.sync.slot import Slot
-from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, row_square_sums
+from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, row_square_sums, sparse_update_
 
 
 class GradSync:
@@ -55,6 +56,7 @@ class GradSync:
         self.masks = MaskExchange(self.sparse, schedule, kind=mask, seed=seed, group=group, meter=meter)
         self._norm_weights = norm_weights(slots, self.device)
         self._lane = SideLane(self.device)
+        self._kernels: devices.FusedStep | None = None  # of this step; None where the twins run
         self._agree_over_tp()
 
     def _agree_over_tp(self) -> None:
@@ -96,12 +98,12 @@ class GradSync:
         self._own_k = {slot.index: k for slot, k in self._chosen if slot.owner == self.rank}
         self._new_message(len(local))
         self._jobs, self._payloads = [], {}
-        for slot in self.sparse:
-            self._pack_sparse(slot, scale)
+        self._kernels = devices.fused_step(self.sparse, self._kernels, step, self.masks.masks)
+        self._pack_sparse(scale)
         self._pack_exact(scale, local)
         self._message.start()
         if self._jobs:
-            self._lane.start(lambda jobs=self._jobs: [self._choose(*job) for job in jobs])
+            self._lane.start(lambda jobs=self._jobs: self._choose(jobs))
         self._message.finish()
         self.meter.add(
             *(ring_all_reduce_bytes(nbytes, self.world) for nbytes in (self._dense_bytes, self._message.nbytes))
@@ -136,8 +138,16 @@ class GradSync:
     def _is_offloaded(self, residual: torch.Tensor) -> bool:
         return residual.device != self.device
 
-    def _pack_sparse(self, slot: Slot, scale: torch.Tensor | None) -> None:
-        """Form c and pack it; c becomes the residual now, or beside the message if this rank selects from it."""
+    def _pack_sparse(self, scale: torch.Tensor | None) -> None:
+        """Form every c and pack it; c becomes the residual now, or beside the message if this rank selects from it."""
+        if self._kernels is not None:
+            self._kernels.form(self._message.values, set(self._own_k), scale, self.rows)
+            self._jobs = [(slot, self._own_k[slot.index]) for slot in self.sparse if slot.index in self._own_k]
+            return
+        for slot in self.sparse:
+            self._pack_slot(slot, scale)
+
+    def _pack_slot(self, slot: Slot, scale: torch.Tensor | None) -> None:
         residual = slot.state["residual"]
         offloaded = self._is_offloaded(residual)
         c = residual.to(self.device, non_blocking=True, copy=offloaded).view(-1)
@@ -146,22 +156,26 @@ class GradSync:
         pack_(self._values(slot), c, selection)
         k = self._own_k.get(slot.index)
         if k is not None and not offloaded:
-            self._jobs.append((slot, c, k, selection))
+            self._jobs.append((slot, k))
             return
         if k is not None:
             # an offloaded residual passes through the device once, so its tensor is selected on the way
-            self._payloads[slot.index] = self._choose(slot, c, k, selection)
-        else:
-            keep_unsent_(c, selection, self.values_dtype)
+            self._payloads[slot.index] = EncodedMask.from_bool(select_topk(c, k), k).payload
+        keep_unsent_(c, selection, self.values_dtype)
         if offloaded:
             residual.view(-1).copy_(c, non_blocking=True)
 
     @torch.no_grad()
-    def _choose(self, slot: Slot, c: torch.Tensor, k: int, selection) -> torch.Tensor:
-        """The encoded mask of the next step; c, no longer needed whole, becomes the residual."""
-        payload = EncodedMask.from_bool(select_topk(c, k), k).payload
-        keep_unsent_(c, selection, self.values_dtype)
-        return payload
+    def _choose(self, jobs: list[tuple[Slot, int]]) -> list[torch.Tensor]:
+        """The encoded masks of the next step; each c, no longer needed whole, becomes the residual."""
+        if self._kernels is not None:
+            return self._kernels.choose(jobs)
+        payloads = []
+        for slot, k in jobs:
+            c = slot.state["residual"].view(-1)
+            payloads.append(EncodedMask.from_bool(select_topk(c, k), k).payload)
+            keep_unsent_(c, self.masks.selection_of(slot), self.values_dtype)
+        return payloads
 
     def _pack_exact(self, scale: torch.Tensor | None, local: list[torch.Tensor]) -> None:
         parts = []
@@ -211,17 +225,16 @@ class GradSync:
         return norm, torch.ones_like(norm) if max_norm is None else clip_coefficient(norm, max_norm)
 
     def _averaged_norm(self, max_norm: float | None) -> None:
-        norms = []
-        for s in self.slots:
-            if s.sparse:
-                b1 = s.group["betas"][0]
-                norms.append(self._norm_of(decoded_grad(self.mean_of(s), s.momentum, self.masks.selection_of(s), b1)))
-            else:
-                norms.append(self._norm_of(self.dense_mean(s)))
+        sparse = iter([self._decoded_norm(s) for s in self.sparse] if self._kernels is None else self._kernels.norms())
+        norms = [next(sparse) if s.sparse else self._norm_of(self.dense_mean(s)) for s in self.slots]
         self.norm = model_norm(norms, self.tp_group, self._norm_weights)
         if max_norm is not None:
             self.coefficient = clip_coefficient(self.norm, max_norm)
             self.clipped = (self.coefficient < 1).to(torch.float32)
+
+    def _decoded_norm(self, slot: Slot) -> torch.Tensor:
+        selection, b1 = self.masks.selection_of(slot), slot.group["betas"][0]
+        return self._norm_of(decoded_grad(self.mean_of(slot), slot.momentum, selection, b1))
 
     # -- what the optimizer reads ------------------------------------------------------------------------------
 
@@ -240,12 +253,34 @@ class GradSync:
         return torch.zeros_like(slot.momentum) if slot.grad is None else slot.grad
 
     @torch.no_grad()
+    def update_sparse(self) -> None:
+        """SCAPE's update of the sparse tensors, by their groups' hyperparameters and step."""
+        if self._kernels is not None:
+            self._kernels.update(self.coefficient)
+            return
+        for slot in self.sparse:
+            hyperparameters = {name: slot.group[name] for name in ("step", "betas", "eps", "weight_decay")}
+            sparse_update_(
+                slot.param,
+                slot.momentum,
+                self.mean_of(slot),
+                self.masks.selection_of(slot),
+                lr=float(slot.group["lr"]),
+                **hyperparameters,
+                clip=self.coefficient,
+                second_moment=slot.state.get("second_moment"),
+                row_dims=slot.layout.row_dims,
+            )
+
+    @torch.no_grad()
     def finish(self) -> None:
         """After the update: complete the residuals and send the next masks."""
-        for (slot, *_), payload in zip(self._jobs, self._lane.join(), strict=True):
+        for (slot, _), payload in zip(self._jobs, self._lane.join(), strict=True):
             self._payloads[slot.index] = payload
         self._return_rounding()
         self.masks.end(self._chosen, self._payloads)
+        if self._kernels is not None:
+            self._kernels.finish()
         del self._message, self._jobs, self._payloads, self._dense_means
 
     def _return_rounding(self) -> None:
@@ -254,6 +289,9 @@ class GradSync:
         if rounding is None:
             return
         first, error = rounding
+        if self._kernels is not None:
+            self._kernels.owe(error, first, self.world)
+            return
         for slot in self.sparse:
             begin, end = self._spans[slot.index]
             low, high = max(begin, first), min(end, first + error.numel())

@@ -63,6 +63,11 @@ def select_topk(x: torch.Tensor, k: int) -> torch.Tensor:
     """
     if not 1 <= k <= x.numel():
         raise ValueError(f"cannot keep {k} of {x.numel()} entries")
+    from hf_taco_scape.sync.device import select_bool  # which imports this module
+
+    by_kernels = select_bool(x, k)
+    if by_kernels is not None:
+        return by_kernels
     bits = magnitude_bits(x)
     threshold = _THRESHOLD[x.device.type](bits, k)
     chosen = bits > threshold

@@ -26,7 +26,6 @@ from hf_taco_scape.sync.grad_sync import GradSync
 from hf_taco_scape.sync.layout import LayoutOf, plain_layout
 from hf_taco_scape.sync.param_state import check_group, complete_state, is_sparse, place_residual
 from hf_taco_scape.sync.slot import Slot
-from hf_taco_scape.sync.step_ops import sparse_update_
 
 CHOICES = {
     "values": ("fp32", "bf16"),
@@ -298,17 +297,7 @@ class ScapeAdamS(Optimizer):
         engine = self._engine
         for group in self.param_groups:
             group["step"] += 1
-        for slot in engine.sparse:
-            sparse_update_(
-                slot.param,
-                slot.momentum,
-                engine.mean_of(slot),
-                engine.masks.selection_of(slot),
-                **_hyperparameters(slot.group),
-                clip=engine.coefficient,
-                second_moment=slot.state.get("second_moment"),
-                row_dims=slot.layout.row_dims,
-            )
+        engine.update_sparse()
         alike: dict[tuple, list[Slot]] = defaultdict(list)
         for slot in engine.dense:
             alike[id(slot.group), slot.param.dtype].append(slot)

@@ -1,0 +1,263 @@
+"""Kernels of SCAPE's step, each one pass over all tensors (equations: hf_taco_scape/sync/scape_adams.py).
+
+Products and sums are fused where the torch twin's are, and nowhere else. With PREVIOUS, `previous` holds the bits of
+the mask before, off which the momentum is zero: it is neither read nor written there.
+"""
+
+import triton
+import triton.language as tl
+
+from .scape_tile import (
+    BETA1,
+    BETA2,
+    BIAS2,
+    DECAY,
+    EPS,
+    FIELDS,
+    FIRST_TILE,
+    GRAD,
+    GROUP,
+    KEEP,
+    MOMENTUM,
+    NUMBERS,
+    NUMEL,
+    PARAM,
+    RESIDUAL,
+    REST1,
+    REST2,
+    ROW_COUNT,
+    ROW_STRIDE,
+    ROWS,
+    STEP_SIZE,
+    TILE,
+    array,
+    bit_of,
+    kernel,
+    load_tile,
+    locate,
+    mask_words,
+    near_bit,
+    places,
+    store_tile,
+)
+
+
+@triton.jit
+def _grad(row, start, e, left, GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, TAIL: tl.constexpr):
+    """The tile's gradient as fp32, zeros for a tensor that has none."""
+    there = tl.load(row + GRAD) != 0
+    g = array(row, GRAD, GRAD_TYPE, ALIGN) + start
+    if TAIL:
+        return tl.load(g + e, mask=there & (e < left), other=0).to(tl.float32)
+    else:
+        return tl.load(g + e, mask=there, other=0).to(tl.float32)
+
+
+@triton.jit
+def _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE: tl.constexpr,
+          ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+    e = tl.arange(0, TILE)
+    residual = array(row, RESIDUAL, tl.float32, ALIGN) + start
+    momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
+    fresh = _grad(row, start, e, left, GRAD_TYPE, ALIGN, TAIL)
+    r = load_tile(residual, e, left, TAIL)
+    if PREVIOUS:
+        m = tl.load(momentum + e, mask=(bit_of(mask_words(previous, e), e) != 0) & (e < left), other=0.0)
+    else:
+        m = load_tile(momentum, e, left, TAIL)
+    if SCALED:
+        fresh = fresh * tl.load(scale)
+    fresh = fresh * tl.load(number + REST1)
+    c = r + tl.fma(m, tl.broadcast_to(tl.load(number + BETA1), m.shape), fresh)
+    bit = bit_of(mask_words(bits, e), e)
+    sent = c.to(values.dtype.element_ty)
+    tl.store(values + places(tile_start, bit), sent, mask=bit != 0)
+    unsent = tl.zeros_like(c)
+    if values.dtype.element_ty != tl.float32:
+        unsent = c - sent.to(tl.float32)
+    whole = tl.load(row + KEEP) != 0
+    store_tile(residual, tl.where(whole | (bit == 0), c, unsent), e, left, TAIL)
+
+
+@kernel
+def form_kernel(table, tile_tensor, numbers, bits, previous, tile_start, values, scale, group: tl.int32,
+                GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
+                PREVIOUS: tl.constexpr):  # fmt: skip
+    """c = b1*m + (1-b1)*scale*g + r; values <- c on the mask; residual <- what was not sent of c, or c if KEEP.
+
+    Of the tensors in `group`, whose gradients have GRAD_TYPE.
+    """
+    tensor, row, start, left = locate(table, tile_tensor)
+    number = numbers + tensor * NUMBERS
+    if tl.load(row + GROUP) == group:
+        if left == TILE:
+            _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE, ALIGN, SCALED,
+                  PREVIOUS, False)  # fmt: skip
+        else:
+            _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE, ALIGN, SCALED,
+                  PREVIOUS, True)  # fmt: skip
+
+
+@kernel
+def keep_unsent_kernel(table, tile_tensor, bits, values):
+    """The residual of tensors with KEEP <- what rounding to `values`' type drops on the mask (zeros for fp32)."""
+    tensor, row, start, left = locate(table, tile_tensor)
+    if tl.load(row + KEEP) != 0:
+        e = tl.arange(0, TILE)
+        on = bit_of(mask_words(bits, e), e) != 0
+        residual = array(row, RESIDUAL, tl.float32, 4) + start
+        unsent = tl.zeros([TILE], tl.float32)
+        if values.dtype.element_ty != tl.float32:
+            c = tl.load(residual + e, mask=on, other=0.0)
+            unsent = c - c.to(values.dtype.element_ty).to(tl.float32)
+        tl.store(residual + e, unsent, mask=on)
+
+
+@kernel
+def owe_kernel(table, tile_tensor, bits, tile_start, error, first: tl.int64, last: tl.int64, world: tl.float32):
+    """residual += world * error[place - first] on the mask, for the places from `first` up to `last`."""
+    tensor, row, start, left = locate(table, tile_tensor)
+    e = tl.arange(0, TILE)
+    bit = bit_of(mask_words(bits, e), e)
+    place = places(tile_start, bit)
+    on = (bit != 0) & (place >= first) & (place < last)
+    residual = array(row, RESIDUAL, tl.float32, 4) + start
+    owed = tl.load(error + (place - first), mask=on, other=0.0) * world
+    tl.store(residual + e, tl.load(residual + e, mask=on, other=0.0) + owed, mask=on)
+
+
+@triton.jit
+def _decoded(mean, m, number):
+    """ghat = (mt - b1*m) / (1-b1)"""
+    rest = tl.broadcast_to(tl.load(number + REST1), mean.shape)
+    return tl.div_rn(mean - m * tl.load(number + BETA1), rest)
+
+
+@kernel
+def square_kernel(table, tile_tensor, numbers, bits, tile_start, values, squares):
+    """squares[tile] <- sum of ghat^2 over the tile's entries on the mask."""
+    tensor, row, start, left = locate(table, tile_tensor)
+    e = tl.arange(0, TILE)
+    bit = bit_of(mask_words(bits, e), e)
+    mean = tl.load(values + places(tile_start, bit), mask=bit != 0, other=0.0).to(tl.float32)
+    m = tl.load(array(row, MOMENTUM, tl.float32, 4) + start + e, mask=bit != 0, other=0.0)
+    ghat = _decoded(mean, m, numbers + tensor * NUMBERS)
+    tl.store(squares + tl.program_id(0), tl.sum(ghat * ghat, 0))
+
+
+@kernel
+def norm_kernel(table, squares, norms, LANES: tl.constexpr):
+    """norms[tensor] <- square root of the sum of its tiles' squares, added in fp64 in one order."""
+    tensor = tl.program_id(0).to(tl.int64)
+    row = table + tensor * FIELDS
+    first = tl.load(row + FIRST_TILE)
+    tiles = (tl.load(row + NUMEL) + TILE - 1) // TILE
+    total = tl.zeros([LANES], tl.float64)
+    for i in range(0, tiles, LANES):
+        lane = i + tl.arange(0, LANES)
+        total += tl.load(squares + first + lane, mask=lane < tiles, other=0.0).to(tl.float64)
+    tl.store(norms + tensor, tl.sqrt(tl.sum(total, 0)).to(tl.float32))
+
+
+@triton.jit
+def _row_moment(row, start, e, on):
+    """The second moment of each entry's output row."""
+    stride, count = tl.load(row + ROW_STRIDE), tl.load(row + ROW_COUNT)
+    # 64 bits for the tile's first entry, 32 for the distance from it
+    ahead = ((start % stride).to(tl.int32) + e) // stride.to(tl.int32)
+    index = ((start // stride % count).to(tl.int32) + ahead) % count.to(tl.int32)
+    return tl.load(array(row, ROWS, tl.float32, 4) + index, mask=on, other=0.0)
+
+
+@triton.jit
+def _update(row, number, start, left, bits, previous, tile_start, values, clip, TYPE: tl.constexpr,
+            ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr, PREVIOUS: tl.constexpr,
+            TAIL: tl.constexpr):  # fmt: skip
+    e = tl.arange(0, TILE)
+    param = array(row, PARAM, TYPE, ALIGN) + start
+    momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
+    p = load_tile(param, e, left, TAIL)
+    words = mask_words(bits, e)
+    bit = bit_of(words, e)
+    on = bit != 0
+    mean = tl.load(values + places(tile_start, bit), mask=on, other=0.0).to(tl.float32)
+    if PREVIOUS:
+        before = mask_words(previous, e)
+        m = tl.load(momentum + e, mask=on & (bit_of(before, e) != 0), other=0.0)
+    else:
+        m = tl.load(momentum + e, mask=on, other=0.0)
+    ghat = _decoded(mean, m, number)
+    beta1, rest1 = tl.load(number + BETA1), tl.load(number + REST1)
+    if CLIPPED:
+        coefficient = tl.load(clip)
+        ghat = ghat * coefficient
+        # where nothing is clipped mt must not change, not even by the rounding of its reconstruction
+        mean = tl.where(coefficient < 1, m * beta1 + ghat * rest1, mean)
+    if BY_ROW:
+        v = _row_moment(row, start, e, on)
+    else:
+        v = tl.fma(ghat * tl.load(number + REST2), ghat, m * m * tl.load(number + BETA2))
+    bias2 = tl.broadcast_to(tl.load(number + BIAS2), v.shape)
+    denominator = tl.div_rn(tl.sqrt_rn(v), bias2) + tl.load(number + EPS)
+    update = tl.div_rn(mean, denominator) * tl.load(number + STEP_SIZE)
+    decayed = (p.to(tl.float32) * tl.load(number + DECAY)).to(TYPE)
+    moved = (decayed.to(tl.float32) - update).to(TYPE)
+    store_tile(param, tl.where(on, moved, decayed), e, left, TAIL)
+    mean = tl.where(on, mean, 0.0)
+    if PREVIOUS:
+        # whole sectors: a part of one would have to be read first
+        tl.store(momentum + e, mean, mask=near_bit(words | before, e) & (e < left))
+    else:
+        store_tile(momentum, mean, e, left, TAIL)
+
+
+@kernel
+def update_kernel(table, tile_tensor, numbers, bits, previous, tile_start, values, clip, group: tl.int32,
+                  TYPE: tl.constexpr, ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr,
+                  PREVIOUS: tl.constexpr):  # fmt: skip
+    """SCAPE's update of parameters and momenta from mt in `values`; off the mask p only decays and m becomes 0.
+
+    Of the tensors in `group`, whose parameters have TYPE.
+    """
+    tensor, row, start, left = locate(table, tile_tensor)
+    number = numbers + tensor * NUMBERS
+    if tl.load(row + GROUP) == group:
+        if left == TILE:
+            _update(row, number, start, left, bits, previous, tile_start, values, clip, TYPE, ALIGN, CLIPPED, BY_ROW,
+                    PREVIOUS, False)  # fmt: skip
+        else:
+            _update(row, number, start, left, bits, previous, tile_start, values, clip, TYPE, ALIGN, CLIPPED, BY_ROW,
+                    PREVIOUS, True)  # fmt: skip
+
+
+@triton.jit
+def _adams(row, number, start, left, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr,
+           TAIL: tl.constexpr):  # fmt: skip
+    e = tl.arange(0, TILE)
+    param = array(row, PARAM, TYPE, ALIGN) + start
+    momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
+    g = _grad(row, start, e, left, GRAD_TYPE, ALIGN, TAIL)
+    p = load_tile(param, e, left, TAIL)
+    m = load_tile(momentum, e, left, TAIL)
+    v = tl.fma(g * tl.load(number + REST2), g, m * m * tl.load(number + BETA2))
+    rest1 = tl.broadcast_to(tl.load(number + REST1), g.shape)
+    m = tl.fma(g, rest1, m * tl.load(number + BETA1))
+    bias2 = tl.broadcast_to(tl.load(number + BIAS2), v.shape)
+    denominator = tl.div_rn(tl.sqrt_rn(v), bias2) + tl.load(number + EPS)
+    step = tl.broadcast_to(-tl.load(number + STEP_SIZE), m.shape)
+    decayed = (p.to(tl.float32) * tl.load(number + DECAY)).to(TYPE).to(tl.float32)
+    decayed = tl.fma(step, tl.div_rn(m, denominator), decayed)
+    store_tile(param, decayed.to(TYPE), e, left, TAIL)
+    store_tile(momentum, m, e, left, TAIL)
+
+
+@kernel
+def adams_kernel(table, tile_tensor, numbers, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr,
+                 ALIGN: tl.constexpr):  # fmt: skip
+    """A dense AdamS step (equations: hf_taco_scape/optim/adams.py)."""
+    tensor, row, start, left = locate(table, tile_tensor)
+    number = numbers + tensor * NUMBERS
+    if left == TILE:
+        _adams(row, number, start, left, TYPE, GRAD_TYPE, ALIGN, False)
+    else:
+        _adams(row, number, start, left, TYPE, GRAD_TYPE, ALIGN, True)

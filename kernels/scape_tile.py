@@ -1,0 +1,110 @@
+"""What SCAPE's kernels share: many tensors in one launch, cut into tiles, and a mask as bits.
+
+`table` is int64[tensors, FIELDS], a row a tensor; program i works on tile i of all tensors' tiles in order, and
+`tile_tensor[i]` says whose it is. A mask is one bit an entry, lowest first, in int32 words: tile i's are words
+i * WORDS and on, whatever the tensors' lengths. `tile_start[i]` counts the bits of all tiles before i, so
+tile_start + (bits before, in the tile) is an entry's place among all sent values.
+"""
+
+import inspect
+
+import triton
+import triton.language as tl
+
+
+def kernel(function):
+    """`triton.jit` without specialisation: a build serves arrays of any address and length, so launchers keep it."""
+    arguments = inspect.signature(function).parameters.values()
+    plain = [a.name for a in arguments if a.annotation not in (tl.constexpr, "tl.constexpr")]
+    return triton.jit(function, do_not_specialize=plain)
+
+
+TILE = tl.constexpr(2048)
+WORDS = tl.constexpr(64)
+
+# columns of the table; those of arrays are addresses, 0 for none
+NUMEL = tl.constexpr(0)
+FIRST_TILE = tl.constexpr(1)
+PARAM = tl.constexpr(2)
+MOMENTUM = tl.constexpr(3)
+RESIDUAL = tl.constexpr(4)
+GRAD = tl.constexpr(5)
+KEEP = tl.constexpr(6)  # 1: c stays whole, somebody selects from it
+MASK_KIND = tl.constexpr(7)
+MASK_DATA = tl.constexpr(8)  # address of the mask's payload or indices; first entry of a range
+MASK_K = tl.constexpr(9)
+ROWS = tl.constexpr(10)  # second moments of the output rows: row of entry i = i // ROW_STRIDE % ROW_COUNT
+ROW_STRIDE = tl.constexpr(11)
+ROW_COUNT = tl.constexpr(12)
+GROUP = tl.constexpr(13)  # tensors of other dtypes are the business of another launch
+FIELDS = tl.constexpr(14)
+
+# columns of `numbers`, fp32[tensors, NUMBERS]
+BETA1 = tl.constexpr(0)
+REST1 = tl.constexpr(1)  # 1 - beta1
+BETA2 = tl.constexpr(2)
+REST2 = tl.constexpr(3)
+BIAS2 = tl.constexpr(4)  # sqrt(1 - beta2^t)
+EPS = tl.constexpr(5)
+STEP_SIZE = tl.constexpr(6)  # lr / (1 - beta1^t)
+DECAY = tl.constexpr(7)  # 1 - lr * weight_decay
+NUMBERS = tl.constexpr(8)
+
+
+@triton.jit
+def locate(table, tile_tensor):
+    """This program's tensor, its row of the table, the tile's first entry and how many entries it has."""
+    tile = tl.program_id(0)
+    tensor = tl.load(tile_tensor + tile).to(tl.int64)
+    row = table + tensor * FIELDS
+    start = (tile - tl.load(row + FIRST_TILE)) * TILE
+    left = tl.minimum(tl.load(row + NUMEL) - start, TILE).to(tl.int32)
+    return tensor, row, start, left
+
+
+@triton.jit
+def array(row, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """The array that a column of the table points to, ALIGN bytes known to divide its address."""
+    return tl.multiple_of(tl.load(row + FIELD).to(tl.pointer_type(TYPE)), ALIGN)
+
+
+@triton.jit
+def load_tile(x, e, left, TAIL: tl.constexpr):
+    """x[e], zeros behind the tile's end. TAIL: the tile may be short; a mask would make every access narrow."""
+    if TAIL:
+        return tl.load(x + e, mask=e < left, other=0)
+    else:
+        return tl.load(x + e)
+
+
+@triton.jit
+def store_tile(x, values, e, left, TAIL: tl.constexpr):
+    """x[e] <- values, nothing behind the tile's end."""
+    if TAIL:
+        tl.store(x + e, values, mask=e < left)
+    else:
+        tl.store(x + e, values)
+
+
+@triton.jit
+def mask_words(bits, e):
+    """int32[TILE]: the word that holds each entry's bit."""
+    return tl.load(bits + tl.program_id(0).to(tl.int64) * WORDS + (e >> 5))
+
+
+@triton.jit
+def bit_of(words, e):
+    """int32[TILE]: 1 on the mask, 0 off it."""
+    return (words >> (e & 31)) & 1
+
+
+@triton.jit
+def near_bit(words, e):
+    """bool[TILE]: whether the entry's 32 bytes of fp32 hold an entry of the mask."""
+    return ((words >> (e & 24)) & 255) != 0
+
+
+@triton.jit
+def places(tile_start, bit):
+    """int64[TILE]: the place among all sent values of each entry whose bit is set."""
+    return tl.load(tile_start + tl.program_id(0)) + (tl.cumsum(bit, 0) - bit)

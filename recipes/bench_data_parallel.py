@@ -9,7 +9,6 @@ trains as DDP does and that density 1 is dense, afterwards that replicas hold th
 """
 
 import argparse
-import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,13 +16,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import end_to_end as e2e
 from bench_collectives import DTYPES, Bench
-from hf_taco_scape import AdamS, ScapeAdamS, TacoScapeAccelerator, TacoScapeArguments
-from hf_taco_scape.collectives.meter import ring_all_reduce_bytes
-from hf_taco_scape.training_args import TacoScapeOptions
+from hf_taco_scape import AdamS, ScapeAdamS, TacoScapeArguments
 from results import append_rows
 from step_parts import serial_parts, summary, traced_spans
 
@@ -42,7 +38,7 @@ SCAPE = {
 RIVAL = "ddp-adams"
 PROVIDERS = ("no-sync", "ddp-adamw", RIVAL, "dense", *SCAPE)
 DEFAULT = ("no-sync", "ddp-adamw", RIVAL, "dense", "scape-90", "scape-99", "scape-99-host")
-LR, MAX_NORM = 3e-4, 1.0
+LR = 3e-4
 BUCKET_BYTES = 25 * 2**20  # DDP's own
 MOST_WAITED = 0.1  # of a mask's exchange, at its use
 
@@ -62,81 +58,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class PlainLoop:
-    """A loop in plain torch: forward, backward, clip, step. Under DDP, or with no synchronisation at all."""
-
-    def __init__(self, bench: Bench, model, optimizer, ddp: bool) -> None:
-        self.bench, self.model, self.optimizer, self.ddp = bench, model, optimizer, ddp
-        if ddp:
-            place = [bench.device.index] if bench.device.type == "cuda" else None
-            self.model = DistributedDataParallel(model, device_ids=place)
-
-    def step(self, batches: list[dict]) -> torch.Tensor:
-        for batch in batches:
-            unsynced = self.ddp and batch is not batches[-1]
-            with self.model.no_sync() if unsynced else contextlib.nullcontext():
-                loss = _loss(self.bench, self.model, batch)
-                (loss / len(batches)).backward()
-        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def sent_of_dense(self) -> tuple[int, int]:
-        """Bytes that one step sends a rank, and that a dense ring of the gradients would."""
-        nbytes = sum(p.nbytes for p in self.model.parameters())
-        dense = ring_all_reduce_bytes(nbytes, self.bench.ranks)
-        return dense if self.ddp else 0, dense
-
-
-class ProductLoop:
-    """The same loop with TacoScapeAccelerator, as recipes/accelerate_loop.py writes it."""
-
-    def __init__(self, bench: Bench, model, optimizer, dp_sync: str) -> None:
-        self.bench, self.dp_sync = bench, dp_sync
-        # several accelerators live here at once; one watch over the ranks each would be too many
-        self.accelerator = TacoScapeAccelerator(TacoScapeOptions(dp_sync=dp_sync, heartbeat_timeout=0))
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-    def step(self, batches: list[dict]) -> torch.Tensor:
-        accelerator = self.accelerator
-        # shared by all accelerators of a process, and counted on from step to step
-        accelerator.gradient_accumulation_steps, accelerator.step = len(batches), 0
-        self._before = accelerator.gradients.meter.snapshot()
-        for batch in batches:
-            with accelerator.accumulate(self.model):
-                loss = _loss(self.bench, self.model, batch)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    self.norm = accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        return loss.detach()
-
-    def sent_of_dense(self) -> tuple[int, int]:
-        """Bytes that the last step sent from this rank, and that a dense ring would have."""
-        now = self.accelerator.gradients.meter.snapshot()
-        return tuple(now[name] - self._before[name] for name in ("sent_bytes", "dense_bytes"))
-
-
-def _loss(bench: Bench, model, batch: dict) -> torch.Tensor:
-    with torch.autocast(bench.device.type, bench.dtype, enabled=bench.dtype != torch.float32):
-        return model(**batch).loss
-
-
 def make_loop(bench: Bench, provider: str, shape: str, **scape):
     """The loop of a provider around a new model of that shape; `scape` changes ScapeAdamS's arguments."""
     model = e2e.build(shape, bench.device)
     if provider in SCAPE:
         optimizer = ScapeAdamS(model.parameters(), lr=LR, **(SCAPE[provider] | scape))
-        return ProductLoop(bench, model, optimizer, "scape")
+        return e2e.ProductLoop(model, optimizer, bench.dtype, dp_sync="scape")
     if provider == "dense":
-        return ProductLoop(bench, model, AdamS(model.parameters(), lr=LR), "dense")
+        return e2e.ProductLoop(model, AdamS(model.parameters(), lr=LR), bench.dtype)
     if provider == "ddp-adamw":
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
     else:
         optimizer = AdamS(model.parameters(), lr=LR)
-    return PlainLoop(bench, model, optimizer, ddp=provider != "no-sync")
+    return e2e.PlainLoop(model, optimizer, bench.dtype, ddp=provider != "no-sync")
 
 
 def assert_right(bench: Bench, tokens: torch.Tensor, count: int = 4) -> None:

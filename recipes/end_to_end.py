@@ -1,6 +1,7 @@
 """What the end-to-end speed benchmarks share: models from shapes, real tokens, timing in turns, rows and a table."""
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -10,12 +11,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen3Config, set_seed
 from transformers.utils import logging
 
 from bench_collectives import Bench, percentiles
+from hf_taco_scape import TacoScapeAccelerator
+from hf_taco_scape.collectives.meter import ring_all_reduce_bytes
 from hf_taco_scape.parallel.model import group_device
 from hf_taco_scape.parallel.replicas import differing_tensors
+from hf_taco_scape.training_args import TacoScapeOptions
 from results import RESULTS, device_name
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +105,76 @@ class Batches:
             batches.append({"input_ids": ids, "labels": ids})
             self._place += self._stride
         return batches
+
+
+MAX_NORM = 1.0
+
+
+class PlainLoop:
+    """A loop in plain torch: forward, backward, clip, step. Under DDP, or with no synchronisation at all.
+
+    autocast: the type to compute in, fp32 for none. clip=False leaves gradients as they are.
+    """
+
+    def __init__(self, model, optimizer, autocast: torch.dtype, ddp: bool, clip: bool = True) -> None:
+        self.model, self.optimizer, self.autocast, self.ddp, self.clip = model, optimizer, autocast, ddp, clip
+        if ddp:
+            device = next(model.parameters()).device
+            self.model = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device.index])
+
+    def step(self, batches: list[dict]) -> torch.Tensor:
+        """Train on the micro-batches and return the last one's loss."""
+        for batch in batches:
+            unsynced = self.ddp and batch is not batches[-1]
+            with self.model.no_sync() if unsynced else contextlib.nullcontext():
+                loss = _loss(self.model, batch, self.autocast)
+                (loss / len(batches)).backward()
+        if self.clip:
+            self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def sent_of_dense(self) -> tuple[int, int]:
+        """Bytes that one step sends a rank, and that a dense ring of the gradients would."""
+        dense = ring_all_reduce_bytes(sum(p.nbytes for p in self.model.parameters()), dist.get_world_size())
+        return dense if self.ddp else 0, dense
+
+
+class ProductLoop:
+    """The same loop with TacoScapeAccelerator, as recipes/accelerate_loop.py writes it; `toggles` are its own."""
+
+    def __init__(self, model, optimizer, autocast: torch.dtype, **toggles) -> None:
+        self.autocast = autocast
+        # several accelerators live here at once; one watch over the ranks each would be too many
+        self.accelerator = TacoScapeAccelerator(TacoScapeOptions(heartbeat_timeout=0, **toggles))
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, batches: list[dict]) -> torch.Tensor:
+        """Train on the micro-batches and return the last one's loss."""
+        accelerator = self.accelerator
+        # shared by all accelerators of a process, and counted on from step to step
+        accelerator.gradient_accumulation_steps, accelerator.step = len(batches), 0
+        self._before = accelerator.gradients.meter.snapshot()
+        for batch in batches:
+            with accelerator.accumulate(self.model):
+                loss = _loss(self.model, batch, self.autocast)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    self.norm = accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return loss.detach()
+
+    def sent_of_dense(self) -> tuple[int, int]:
+        """Data-parallel bytes that the last step sent from this rank, and that a dense ring would have."""
+        now = self.accelerator.gradients.meter.snapshot()
+        return tuple(now[name] - self._before[name] for name in ("sent_bytes", "dense_bytes"))
+
+
+def _loss(model, batch: dict, dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype != torch.float32):
+        return model(**batch).loss
 
 
 class Clock:

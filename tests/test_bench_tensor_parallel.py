@@ -29,7 +29,7 @@ def _ranks() -> SimpleNamespace:
 
 
 def _first(provider: str, factor: float = 1.0, drift: float = 0.0) -> tuple[float, float] | str:
-    """Loss and norm of a first step, or what was refused, whose backward messages are `factor` too large and drift apart by rank."""
+    """Loss and norm of a first step whose backward messages are `factor` too large and drift apart, or the refusal."""
     send = Communicator.all_reduce
 
     def changed(self, x, backward=False):

@@ -30,10 +30,10 @@ def exchange(wires: torch.Tensor, send: list[int], receive: list[int], group) ->
     return received
 
 
-def gather(wires: torch.Tensor, group, pieces: int | None = None) -> torch.Tensor:
+def gather(wires: torch.Tensor, group, pieces: int = 1) -> torch.Tensor:
     """Return uint8[ranks, bytes] with row r from rank r; each rank filled its own row of `wires`, which may be reused.
 
-    pieces: how many messages two gloo ranks send a row in (default: by its size). Plain torch.distributed:
+    pieces: how many messages, under way at once, two gloo ranks send a row in. Plain torch.distributed:
     `all_gather_into_tensor`.
     """
     rank, ranks = group_ranks(group)
@@ -44,16 +44,11 @@ def gather(wires: torch.Tensor, group, pieces: int | None = None) -> torch.Tenso
     size = wires.shape[1]
     if ranks == 2:
         peer = 1 - rank
-        count = pieces or _pieces(wires)
         works = []
-        for theirs, mine in zip(wires[peer].chunk(count), wires[rank].chunk(count), strict=True):
+        for theirs, mine in zip(wires[peer].chunk(pieces), wires[rank].chunk(pieces), strict=True):
             only_peer = [len(mine) * (r == peer) for r in range(2)]
             works.append(dist.all_to_all_single(theirs, mine, only_peer, only_peer, group=group, async_op=True))
         for work in works:
             work.wait()
         return wires
     return exchange(wires[rank].repeat(ranks), [size] * ranks, [size] * ranks, group).view(ranks, size)
-
-
-def _pieces(wires: torch.Tensor) -> int:
-    return 1

@@ -214,7 +214,7 @@ def _try_codec(codec: Codec, group, device: torch.device) -> Finding:
 def _choices(comm) -> list[dict]:
     """At every measured size, what `auto` takes and what the best dense route takes; times in microseconds."""
     rows = []
-    for operation, measured in comm.measured.items():
+    for operation, measured in (comm.measured or {}).items():  # None: nothing to choose
         for i, nbytes in enumerate(measured.sizes):
             dense = min(times[i] for route, times in measured.seconds.items() if route.dense)
             for direction in DIRECTIONS:

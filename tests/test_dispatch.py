@@ -167,6 +167,19 @@ def test_a_codec_that_is_not_clearly_faster_is_not_used(pool, tmp_path):
     assert pool.run(2, _never_pays, tmp_path) == [({True}, operations)] * 2
 
 
+def _nothing_to_choose(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder))
+        patch.setattr(crossover, "seconds_a_call", None)
+        comm = open_communicator(dist.group.WORLD, "none", device=CPU)
+    x = torch.ones(2**16)
+    return comm.choice_to_repeat(), torch.equal(comm.all_reduce(x), 2 * x), list(folder.iterdir())
+
+
+def test_without_codecs_nothing_is_measured(pool, tmp_path):
+    assert pool.run(2, _nothing_to_choose, tmp_path) == [(None, True, [])] * 2
+
+
 def _cached(folders, spoil):
     """Opens three times, the file changed before the third; how often each asked the clock, and the log's words."""
     records = []
@@ -256,9 +269,10 @@ def test_data_parallel_ranks_choose_alike(pool, tmp_path):
 def _really_measured(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(folder))
-        start = time.perf_counter()
+        start, state = time.perf_counter(), torch.get_rng_state()
         comm = open_communicator(dist.group.WORLD, "fp8", "none", device=CPU, operations=OPERATIONS)
     seconds = time.perf_counter() - start
+    assert torch.equal(torch.get_rng_state(), state), "a first run would draw other numbers than the next"
     for operation, times in comm.measured.items():
         for route, values in times.seconds.items():
             assert len(values) == len(times.sizes) and all(v > 0 for v in values)

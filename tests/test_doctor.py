@@ -173,6 +173,11 @@ def test_what_cannot_start_is_a_problem(pool, tmp_path):
         assert "tp_size 3 does not divide the 2 process(es)" in problems(found)["ranks"] and report == {}
 
 
+def test_without_a_codec_there_is_nothing_to_choose(pool, tmp_path):
+    for report, found in pool.run(2, _examined, 2, tmp_path, codec="none"):
+        assert problems(found) == {} and report["auto"] == []
+
+
 def test_groups_within_the_world_are_examined_alike(pool, tmp_path):
     results = pool.run(4, _examined, 2, tmp_path)
     (report, found), *others = results

@@ -112,7 +112,9 @@ class _Times:
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         step = 128 * self._ranks  # so that it splits evenly
         numel = max(nbytes // dtype.itemsize // step, 1) * step
-        x = torch.randn(numel, device=self._device).to(dtype)
+        # a generator of its own: a run draws the same numbers whether its table was measured or kept
+        generator = torch.Generator(self._device).manual_seed(0)
+        x = torch.randn(numel, device=self._device, generator=generator).to(dtype)
         samples: dict[Route, list[float]] = {route: [] for route in self._routes if _suits(route, nbytes, self._ranks)}
         for repeat in range(_REPEATS + 1):
             # in turn, so that a slow moment of the machine meets all of them

@@ -193,15 +193,16 @@ def open_communicator(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; choose one of: {', '.join(BACKENDS)}")
-    comm = Communicator(group, codec, codec_backward, 0 if min_bytes == "auto" else min_bytes)
+    threshold = 0 if min_bytes == "auto" else min_bytes
+    comm = Communicator(group, codec, codec_backward, threshold)
     groups = [group, *(other for other in agree_over if other is not group)]
     refusal = _first_of(_codec_refusal(comm, device), groups)
     if refusal:
         raise ValueError(refusal)
     backends = _start_backends(comm, backend, device, groups)
-    if min_bytes != "auto":
-        # without a measurement: the kernels, wherever they run
-        comm.table = fixed_table(comm.codec_names, min_bytes, backends[-1], comm.size)
+    if min_bytes != "auto" or (set(comm.codec_names) == {"none"} and len(backends) == 1):
+        # nothing to measure, or nothing to choose; the kernels, wherever they run
+        comm.table = fixed_table(comm.codec_names, threshold, backends[-1], comm.size)
         return comm
     job = {
         "ranks": comm.size, "backends": list(backends), "operations": list(operations),

@@ -14,7 +14,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 MASK_KINDS = {
     name: getattr(scape_mask, name.upper()).value for name in ("full", "range", "bitmask", "block256", "list")
 }
-WARPS = 4
+WARPS = {scape_step.update_kernel: 8}  # of a program; 4 of all others
 
 
 @dataclass(frozen=True)
@@ -124,24 +124,29 @@ class ScapeLaunch:
         return table_row(scape_tile, columns)
 
     def _start(self, kernel, tensors: list, numbers: list = (), **constants) -> None:
-        _launch(kernel, self._everywhere, [self.table, self.tiles.tensor, *tensors], list(numbers), constants, WARPS)
+        tensors, warps = [self.table, self.tiles.tensor, *tensors], WARPS.get(kernel, 4)
+        _launch(kernel, self._everywhere, tensors, list(numbers), constants, warps)
 
     def _fill(self) -> None:
         bits = torch.empty(self.tiles.count * scape_tile.WORDS.value, dtype=torch.int32, device=self.device)
         counts = torch.empty(self.tiles.count, dtype=torch.int32, device=self.device)
-        self._start(scape_mask.fill_kernel, [bits, counts])
+        self._fill_tiles(scape_mask.fill_kernel, [bits, counts], TILES=8)
         kinds = {e.mask[0] for e in self.entries}
         if "list" in kinds:
             for entry, first in zip(self.entries, self.tiles.first, strict=True):
                 kind, data, k = entry.mask
                 if kind == "list":
                     grid, constants = (-(-k // 1024), 1), {"LANES": 1024}
-                    _launch(scape_mask.scatter_list_kernel, grid, [data, bits], [first, k], constants, WARPS)
-            self._start(scape_mask.count_kernel, [bits, counts])
+                    _launch(scape_mask.scatter_list_kernel, grid, [data, bits], [first, k], constants, 4)
+            self._fill_tiles(scape_mask.count_kernel, [bits, counts], TILES=8)
         sums = counts.cumsum(0, dtype=torch.int64)
         self.mask = Mask(bits, sums.sub_(counts))
         if "block256" in kinds:
-            self._start(scape_mask.scatter_blocks_kernel, [bits, self.mask.tile_start])
+            self._fill_tiles(scape_mask.scatter_blocks_kernel, [bits, self.mask.tile_start], TILES=4, LANES=64)
+
+    def _fill_tiles(self, kernel, tensors: list, **constants) -> None:
+        grid, tensors = (-(-self.tiles.count // constants["TILES"]), 1), [self.table, self.tiles.tensor, *tensors]
+        _launch(kernel, grid, tensors, [self.tiles.count], constants, 2)
 
     def _previous(self) -> Mask:
         return self.previous or self.mask
@@ -158,6 +163,7 @@ class ScapeLaunch:
                 ALIGN=self.align,
                 SCALED=scale is not None,
                 PREVIOUS=self.previous is not None,
+                ASSEMBLY=self.device.type == "cuda",
             )
 
     def keep_unsent(self, values: torch.Tensor) -> None:
@@ -174,7 +180,7 @@ class ScapeLaunch:
         squares = torch.empty(self.tiles.count, dtype=torch.float32, device=self.device)
         norms = torch.empty(len(self.entries), dtype=torch.float32, device=self.device)
         self._start(scape_step.square_kernel, [numbers, self.mask.bits, self.mask.tile_start, values, squares])
-        _launch(scape_step.norm_kernel, (len(norms), 1), [self.table, squares, norms], [], {"LANES": 1024}, WARPS)
+        _launch(scape_step.norm_kernel, (len(norms), 1), [self.table, squares, norms], [], {"LANES": 1024}, 4)
         return norms
 
     def update(self, numbers: torch.Tensor, values: torch.Tensor, clip: torch.Tensor | None) -> None:
@@ -208,7 +214,9 @@ def numbers_of(groups: list[dict], ahead: int, device: torch.device) -> torch.Te
     for group in groups:
         (b1, b2), lr, step = group["betas"], float(group["lr"]), group["step"] + ahead
         bias2, step_size = (1 - b2**step) ** 0.5, lr / (1 - b1**step)
-        rows.append([b1, 1 - b1, b2, 1 - b2, bias2, group["eps"], step_size, 1 - lr * group["weight_decay"]])
+        row = [b1, 1 - b1, b2, 1 - b2, bias2, group["eps"], step_size, 1 - lr * group["weight_decay"]]
+        # torch divides by a number on CUDA by multiplying with its reciprocal, in fp32
+        rows.append([*row, *(float(torch.tensor(x, dtype=torch.float32).reciprocal()) for x in (1 - b1, bias2))])
     return to_device(rows, torch.float32, device)
 
 
@@ -224,4 +232,4 @@ def adams(params: list, grads: list, momenta: list, numbers: torch.Tensor) -> No
     constants = {"TYPE": TYPES[params[0].dtype], "GRAD_TYPE": TYPES[grads[0].dtype]}
     constants["ALIGN"] = alignment([*params, *momenta, *grads])
     tensors = [to_device(rows, torch.int64, device), tiles.tensor, numbers]
-    _launch(scape_step.adams_kernel, (tiles.count, 1), tensors, [], constants, WARPS)
+    _launch(scape_step.adams_kernel, (tiles.count, 1), tensors, [], constants, 4)

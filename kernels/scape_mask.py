@@ -1,9 +1,9 @@
-"""Kernels that turn every kind of mask into bits (see scape_tile.py)."""
+"""Kernels that turn every kind of mask into bits (see scape_tile.py), TILES tiles a program."""
 
 import triton
 import triton.language as tl
 
-from .scape_tile import MASK_DATA, MASK_K, MASK_KIND, NUMEL, TILE, WORDS, kernel, locate
+from .scape_tile import FIELDS, FIRST_TILE, MASK_DATA, MASK_K, MASK_KIND, NUMEL, TILE, WORDS, kernel
 
 FULL = tl.constexpr(0)
 RANGE = tl.constexpr(1)  # MASK_K entries from MASK_DATA on, wrapping around
@@ -15,61 +15,89 @@ TILE_BLOCKS = tl.constexpr(8)
 
 
 @triton.jit
-def _payload(row):
-    return tl.load(row + MASK_DATA).to(tl.pointer_type(tl.uint8))
+def _locate(table, tile_tensor, tiles, TILES: tl.constexpr):
+    """Of TILES tiles: their numbers, rows of the table, first entries, and which of them there are."""
+    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    there = tile < tiles
+    row = table + tl.load(tile_tensor + tile, mask=there, other=0).to(tl.int64) * FIELDS
+    start = (tile - tl.load(row + FIRST_TILE, mask=there, other=0)) * TILE
+    return tile, row, start, there
 
 
 @triton.jit
-def _block_counts(payload, start, numel):
-    """int32[TILE_BLOCKS]: how many entries of each of the tile's blocks a block256 payload holds."""
-    block = start // BLOCK + tl.arange(0, TILE_BLOCKS)
-    inside = block * BLOCK < numel
+def _lowest(count):
+    """Words with the lowest `count` bits set, none below 0, all from 32 on."""
+    some = (1 << tl.maximum(tl.minimum(count, 31), 0).to(tl.int32)) - 1
+    return tl.where(count >= 32, -1, some)
+
+
+@triton.jit
+def _population(word):
+    """Set bits of each word."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 63
+
+
+@triton.jit
+def _payload(row, there):
+    return tl.load(row + MASK_DATA, mask=there, other=0).to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def _block_counts(payload, start, numel, there):
+    """int32[TILES, TILE_BLOCKS]: how many entries of each of the tiles' blocks a block256 payload holds."""
+    block = (start // BLOCK)[:, None] + tl.arange(0, TILE_BLOCKS)[None, :]
+    inside = there[:, None] & (block * BLOCK < numel[:, None])
     # the payload may start anywhere in a longer message, so 16 bits come as two bytes
-    low = tl.load(payload + 2 * block, mask=inside, other=0).to(tl.int32)
-    return low + (tl.load(payload + 2 * block + 1, mask=inside, other=0).to(tl.int32) << 8)
+    low = tl.load(payload[:, None] + 2 * block, mask=inside, other=0).to(tl.int32)
+    return low + (tl.load(payload[:, None] + 2 * block + 1, mask=inside, other=0).to(tl.int32) << 8)
 
 
 @kernel
-def fill_kernel(table, tile_tensor, bits, counts):
+def fill_kernel(table, tile_tensor, bits, counts, tiles: tl.int64, TILES: tl.constexpr):
     """bits and counts (int32[tiles], set bits a tile) of full, range and bitmask; of block256 counts; zeros else."""
-    tensor, row, start, left = locate(table, tile_tensor)
-    kind, numel = tl.load(row + MASK_KIND), tl.load(row + NUMEL)
-    e = tl.reshape(tl.arange(0, TILE), [WORDS, 32])
-    chosen = tl.zeros([WORDS, 32], tl.int32)
-    if kind == FULL:
-        chosen = (e < left).to(tl.int32)
-    elif kind == RANGE:
-        after = start + e - tl.load(row + MASK_DATA)
-        after = tl.where(after < 0, after + numel, after)
-        chosen = ((e < left) & (after < tl.load(row + MASK_K))).to(tl.int32)
-    elif kind == BITMASK:
-        word = tl.load(_payload(row) + start // 8 + (e >> 3), mask=e < left, other=0).to(tl.int32)
-        chosen = (word >> (e & 7)) & 1
-    total = tl.sum(tl.sum(chosen, 1), 0)
-    if kind == BLOCK256:
-        total = tl.sum(_block_counts(_payload(row), start, numel), 0)
-    tile = tl.program_id(0).to(tl.int64)
-    tl.store(bits + tile * WORDS + tl.arange(0, WORDS), tl.sum(chosen << (e & 31), 1))
-    tl.store(counts + tile, total)
+    tile, row, start, there = _locate(table, tile_tensor, tiles, TILES)
+    kind, numel = tl.load(row + MASK_KIND, mask=there, other=0), tl.load(row + NUMEL, mask=there, other=0)
+    first, k = tl.load(row + MASK_DATA, mask=there, other=0), tl.load(row + MASK_K, mask=there, other=0)
+    place = start[:, None] + tl.arange(0, WORDS)[None, :] * 32  # of each word's first entry
+    inside = _lowest(numel[:, None] - place)
+    after, wrapped = first[:, None] - place, (first + k - numel)[:, None] - place
+    between = _lowest(after + k[:, None]) & ~_lowest(after) | _lowest(wrapped)
+    packed = tl.zeros([TILES, WORDS], tl.int32)
+    payload, size = _payload(row, there)[:, None], (numel + 7)[:, None] // 8
+    for byte in tl.static_range(4):
+        at = place // 8 + byte
+        mask = (kind == BITMASK)[:, None] & there[:, None] & (at < size)
+        packed |= tl.load(payload + at, mask=mask, other=0).to(tl.int32) << (8 * byte)
+    word = tl.where((kind == FULL)[:, None], inside, tl.where((kind == RANGE)[:, None], between & inside, packed))
+    total = tl.sum(_population(word), 1)
+    is_blocks = kind == BLOCK256
+    total += tl.sum(_block_counts(_payload(row, there), start, numel, there & is_blocks), 1)
+    tl.store(bits + tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :], word, mask=there[:, None])
+    tl.store(counts + tile, total, mask=there)
 
 
 @kernel
-def scatter_blocks_kernel(table, tile_tensor, bits, tile_start):
+def scatter_blocks_kernel(table, tile_tensor, bits, tile_start, tiles: tl.int64, TILES: tl.constexpr,
+                          LANES: tl.constexpr):  # fmt: skip
     """The bits of block256 payloads, over zeros."""
-    tensor, row, start, left = locate(table, tile_tensor)
-    if tl.load(row + MASK_KIND) == BLOCK256:
-        numel, payload = tl.load(row + NUMEL), _payload(row)
-        count = _block_counts(payload, start, numel)
-        tile = tl.program_id(0).to(tl.int64)
-        before = tl.load(tile_start + tile) - tl.load(tile_start + tile - start // TILE)
-        first = before + tl.cumsum(count, 0) - count
-        lane = tl.arange(0, BLOCK)[None, :]
-        there = lane < count[:, None]
-        offsets = payload + 2 * ((numel + BLOCK - 1) // BLOCK)
-        at = tl.load(offsets + first[:, None] + lane, mask=there, other=0).to(tl.int32)
-        word = tl.arange(0, TILE_BLOCKS)[:, None] * (BLOCK // 32) + (at >> 5)
-        one = tl.full([TILE_BLOCKS, BLOCK], 1, tl.int32)
-        tl.atomic_or(bits + tile * WORDS + word, one << (at & 31), mask=there, sem="relaxed")
+    tile, row, start, there = _locate(table, tile_tensor, tiles, TILES)
+    there = there & (tl.load(row + MASK_KIND, mask=there, other=0) == BLOCK256)
+    numel, payload = tl.load(row + NUMEL, mask=there, other=0), _payload(row, there)
+    count = _block_counts(payload, start, numel, there)
+    ends, total = tl.cumsum(count, 1), tl.sum(count, 1)
+    before = tl.load(tile_start + tile, mask=there, other=0)
+    before -= tl.load(tile_start + tile - start // TILE, mask=there, other=0)
+    offsets = payload + 2 * ((numel + BLOCK - 1) // BLOCK) + before
+    one = tl.full([TILES, LANES], 1, tl.int32)
+    for i in range(0, tl.max(total, 0), LANES):
+        entry = i + tl.arange(0, LANES)[None, :]
+        inside = entry < total[:, None]
+        at = tl.load(offsets[:, None] + entry, mask=inside, other=0).to(tl.int32)
+        block = tl.sum((entry[:, :, None] >= ends[:, None, :]).to(tl.int32), 2)
+        word = tile[:, None] * WORDS + block * (BLOCK // 32) + (at >> 5)
+        tl.atomic_or(bits + word, one << (at & 31), mask=inside, sem="relaxed")
 
 
 @kernel
@@ -88,11 +116,9 @@ def scatter_list_kernel(indices, bits, first_tile: tl.int64, k: tl.int64, LANES:
 
 
 @kernel
-def count_kernel(table, tile_tensor, bits, counts):
+def count_kernel(table, tile_tensor, bits, counts, tiles: tl.int64, TILES: tl.constexpr):
     """counts of the tensors whose masks are lists, from their bits."""
-    tensor, row, start, left = locate(table, tile_tensor)
-    if tl.load(row + MASK_KIND) == LIST:
-        tile = tl.program_id(0).to(tl.int64)
-        words = tl.load(bits + tile * WORDS + tl.arange(0, WORDS))
-        bit = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
-        tl.store(counts + tile, tl.sum(tl.sum(bit, 1), 0))
+    tile, row, start, there = _locate(table, tile_tensor, tiles, TILES)
+    there = there & (tl.load(row + MASK_KIND, mask=there, other=0) == LIST)
+    at = bits + tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(counts + tile, tl.sum(_population(tl.load(at, mask=there[:, None], other=0)), 1), mask=there)

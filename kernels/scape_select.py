@@ -14,7 +14,7 @@ in which programs run but where in the list a tile's entries lie, which no resul
 import triton
 import triton.language as tl
 
-from .scape_tile import kernel
+from .scape_tile import kernel, scatter
 
 # entries of a tile; columns of the table
 TILE = tl.constexpr(4096)
@@ -118,7 +118,8 @@ def _locate(table, tile_tensor):
 
 
 @triton.jit
-def _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN: tl.constexpr, TAIL: tl.constexpr):
+def _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN: tl.constexpr, ASSEMBLY: tl.constexpr,
+          TAIL: tl.constexpr):  # fmt: skip
     e = tl.arange(0, TILE)
     x = tl.multiple_of(tl.load(row + DATA).to(tl.pointer_type(tl.int32)), ALIGN) + start
     if TAIL:
@@ -134,19 +135,20 @@ def _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN: tl.co
     tl.store(tile_list + 2 * tile + 1, found)
     if before + found <= tl.load(row + ROOM):
         at = tl.load(row + LIST) + before + place
-        tl.store(list_bits + at, bits, mask=candidate != 0)
-        tl.store(list_place + at, e.to(tl.int16), mask=candidate != 0)
+        scatter(list_bits + at, bits, candidate != 0, ASSEMBLY)
+        scatter(list_place + at, e.to(tl.int16), candidate != 0, ASSEMBLY)
 
 
 @kernel
-def scan_kernel(table, tile_tensor, state, list_bits, list_place, tile_list, ALIGN: tl.constexpr):
+def scan_kernel(table, tile_tensor, state, list_bits, list_place, tile_list, ALIGN: tl.constexpr,
+                ASSEMBLY: tl.constexpr):  # fmt: skip
     """List the entries from LOW up. tile_list int32[tiles, 2]: where a tile's lie in the tensor's list, how many."""
     tensor, row, start, left = _locate(table, tile_tensor)
     mine = state + tensor * STATES
     if left == TILE:
-        _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN, False)
+        _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN, ASSEMBLY, False)
     else:
-        _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN, True)
+        _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN, ASSEMBLY, True)
 
 
 @triton.jit
@@ -182,7 +184,7 @@ def histogram_kernel(table, state, list_bits, histogram, FIRST: tl.constexpr, LA
 
 @kernel
 def narrow_kernel(table, state, histogram, FIRST: tl.constexpr):
-    """The next range of program_id(0)'s tensor: one bin of the last, or, where the bracket missed, beside it."""
+    """The next range of program_id(0)'s tensor: one bin of the last, or, where the bracket missed, all that is left."""
     tensor = tl.program_id(0).to(tl.int64)
     mine = state + tensor * STATES
     if tl.load(mine + DONE) == 0:
@@ -200,8 +202,7 @@ def narrow_kernel(table, state, histogram, FIRST: tl.constexpr):
             tl.store(mine + SHIFT, _shift_for(LARGEST - low))
         elif need > above + total:
             tl.store(mine + LOW, 0)
-            tl.store(mine + SHIFT, _shift_for(low - 1))
-            tl.store(mine + NEED, need - above - total)
+            tl.store(mine + SHIFT, _shift_for(LARGEST))
             tl.store(mine + WHOLE, 1)
         else:
             need -= above

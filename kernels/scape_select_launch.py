@@ -76,7 +76,8 @@ def _select(choices: list[Choice]) -> None:
     histogram = torch.zeros(count, BINS, dtype=torch.int32, device=device)
     align, each, every = {"ALIGN": alignment([c.x for c in choices])}, (count, 1), (tiles.count, 1)
     _launch(scape_select.bracket_kernel, each, [table, state], [], {}, 16)
-    _launch(scape_select.scan_kernel, every, [table, tiles.tensor, state, listed, place, tile_list], [], align, 8)
+    tensors = [table, tiles.tensor, state, listed, place, tile_list]
+    _launch(scape_select.scan_kernel, every, tensors, [], align | {"ASSEMBLY": device.type == "cuda"}, 8)
     for i in range(PASSES):
         first = {"FIRST": i == 0}
         tensors = [table, state, listed, histogram]

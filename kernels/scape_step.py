@@ -17,6 +17,8 @@ from .scape_tile import (
     FIRST_TILE,
     GRAD,
     GROUP,
+    INVERSE_BIAS2,
+    INVERSE_REST1,
     KEEP,
     MOMENTUM,
     NUMBERS,
@@ -38,6 +40,7 @@ from .scape_tile import (
     mask_words,
     near_bit,
     places,
+    scatter,
     store_tile,
 )
 
@@ -55,7 +58,8 @@ def _grad(row, start, e, left, GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, TAI
 
 @triton.jit
 def _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE: tl.constexpr,
-          ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+          ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr, ASSEMBLY: tl.constexpr,
+          TAIL: tl.constexpr):  # fmt: skip
     e = tl.arange(0, TILE)
     residual = array(row, RESIDUAL, tl.float32, ALIGN) + start
     momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
@@ -71,7 +75,7 @@ def _form(row, number, start, left, bits, previous, tile_start, values, scale, G
     c = r + tl.fma(m, tl.broadcast_to(tl.load(number + BETA1), m.shape), fresh)
     bit = bit_of(mask_words(bits, e), e)
     sent = c.to(values.dtype.element_ty)
-    tl.store(values + places(tile_start, bit), sent, mask=bit != 0)
+    scatter(values + places(tile_start, bit), sent, bit != 0, ASSEMBLY)
     unsent = tl.zeros_like(c)
     if values.dtype.element_ty != tl.float32:
         unsent = c - sent.to(tl.float32)
@@ -81,8 +85,8 @@ def _form(row, number, start, left, bits, previous, tile_start, values, scale, G
 
 @kernel
 def form_kernel(table, tile_tensor, numbers, bits, previous, tile_start, values, scale, group: tl.int32,
-                GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
-                PREVIOUS: tl.constexpr):  # fmt: skip
+                GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr,
+                ASSEMBLY: tl.constexpr):  # fmt: skip
     """c = b1*m + (1-b1)*scale*g + r; values <- c on the mask; residual <- what was not sent of c, or c if KEEP.
 
     Of the tensors in `group`, whose gradients have GRAD_TYPE.
@@ -92,10 +96,10 @@ def form_kernel(table, tile_tensor, numbers, bits, previous, tile_start, values,
     if tl.load(row + GROUP) == group:
         if left == TILE:
             _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE, ALIGN, SCALED,
-                  PREVIOUS, False)  # fmt: skip
+                  PREVIOUS, ASSEMBLY, False)  # fmt: skip
         else:
             _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE, ALIGN, SCALED,
-                  PREVIOUS, True)  # fmt: skip
+                  PREVIOUS, ASSEMBLY, True)  # fmt: skip
 
 
 @kernel
@@ -129,8 +133,7 @@ def owe_kernel(table, tile_tensor, bits, tile_start, error, first: tl.int64, las
 @triton.jit
 def _decoded(mean, m, number):
     """ghat = (mt - b1*m) / (1-b1)"""
-    rest = tl.broadcast_to(tl.load(number + REST1), mean.shape)
-    return tl.div_rn(mean - m * tl.load(number + BETA1), rest)
+    return (mean - m * tl.load(number + BETA1)) * tl.load(number + INVERSE_REST1)
 
 
 @kernel
@@ -197,8 +200,7 @@ def _update(row, number, start, left, bits, previous, tile_start, values, clip, 
         v = _row_moment(row, start, e, on)
     else:
         v = tl.fma(ghat * tl.load(number + REST2), ghat, m * m * tl.load(number + BETA2))
-    bias2 = tl.broadcast_to(tl.load(number + BIAS2), v.shape)
-    denominator = tl.div_rn(tl.sqrt_rn(v), bias2) + tl.load(number + EPS)
+    denominator = tl.sqrt_rn(v) * tl.load(number + INVERSE_BIAS2) + tl.load(number + EPS)
     update = tl.div_rn(mean, denominator) * tl.load(number + STEP_SIZE)
     decayed = (p.to(tl.float32) * tl.load(number + DECAY)).to(TYPE)
     moved = (decayed.to(tl.float32) - update).to(TYPE)

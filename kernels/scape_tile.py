@@ -48,7 +48,9 @@ BIAS2 = tl.constexpr(4)  # sqrt(1 - beta2^t)
 EPS = tl.constexpr(5)
 STEP_SIZE = tl.constexpr(6)  # lr / (1 - beta1^t)
 DECAY = tl.constexpr(7)  # 1 - lr * weight_decay
-NUMBERS = tl.constexpr(8)
+INVERSE_REST1 = tl.constexpr(8)
+INVERSE_BIAS2 = tl.constexpr(9)
+NUMBERS = tl.constexpr(10)
 
 
 @triton.jit
@@ -108,3 +110,21 @@ def near_bit(words, e):
 def places(tile_start, bit):
     """int64[TILE]: the place among all sent values of each entry whose bit is set."""
     return tl.load(tile_start + tl.program_id(0)) + (tl.cumsum(bit, 0) - bit)
+
+
+@triton.jit
+def scatter(target, values, on, ASSEMBLY: tl.constexpr):
+    """target[...] <- values of 32 or 16 bits where `on`. ASSEMBLY, outside the interpreter: as the values lie.
+
+    A plain store to scattered places is first brought, through shared memory, to a layout that suits it no better.
+    """
+    if not ASSEMBLY:
+        tl.store(target, values, mask=on)
+    elif values.dtype.primitive_bitwidth == 32:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }", "=r,l,r,r",
+            [target.to(tl.int64), values.to(tl.int32, bitcast=True), on.to(tl.int32)], tl.int32, False, 1)  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b16 [$1], $2; mov.u32 $0, 0; }", "=r,l,h,r",
+            [target.to(tl.int64), values.to(tl.int16, bitcast=True), on.to(tl.int32)], tl.int32, False, 1)  # fmt: skip

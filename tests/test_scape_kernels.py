@@ -3,17 +3,13 @@
 On a GPU with `make test-gpu`; without one test_scape_kernels_on_cpu.py runs this file in Triton's interpreter.
 """
 
+import importlib
 import importlib.util
 import os
 from concurrent.futures import Future
 
 import pytest
 import torch
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-if INTERPRETED:
-    import triton_on_cpu  # noqa: F401
 
 from hf_taco_scape.optim import AdamS
 from hf_taco_scape.sync import ScapeAdamS, TensorLayout, device
@@ -22,6 +18,11 @@ from hf_taco_scape.sync.mask import CyclicMask, EncodedMask, FullMask, RandomMas
 from hf_taco_scape.sync.side_lane import SideLane
 from hf_taco_scape.sync.slot import Slot
 from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, sparse_update_
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if INTERPRETED:
+    import triton_on_cpu  # noqa: F401
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 NAN, INF = float("nan"), float("inf")
@@ -39,10 +40,11 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch):
-    """In the interpreter the CPU takes the kernels too, and the side lane no thread: the interpreter knows only one."""
+    """In the interpreter the CPU takes the kernels, and the side lane no thread: the interpreter knows only one."""
     if INTERPRETED:
         monkeypatch.setattr(device, "_on_kernels", lambda device_: not device._twins_only)
         monkeypatch.setattr(SideLane, "start", run_at_once)
+        monkeypatch.setattr(importlib.import_module("hf_taco_scape.kernels.scape_select_launch"), "SLICES", 2)
 
 
 def run_at_once(lane, work):

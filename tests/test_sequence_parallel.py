@@ -1,21 +1,18 @@
 """Sequence parallelism: pieces of the sequence between blocks, and the gradients of one process."""
 
+import copy
 import dataclasses
-import functools
 
 import pytest
 import tiny
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import training
 from test_dropout import DROPOUT
 from test_parallelize import _gathered_gradients, state_bits
-from test_trainer import _run_mutant, _with_doubled_partial_sum, _without_partial_sum
 
 from hf_taco_scape.collectives.meter import ring_half_bytes
 from hf_taco_scape.parallel import parallelize
-from hf_taco_scape.parallel.loading import from_pretrained
 from hf_taco_scape.parallel.model import parameter_splits, split_state
 from hf_taco_scape.parallel.parallelize import plan_surgery
 from hf_taco_scape.plans import Stack, get_plan
@@ -100,6 +97,57 @@ def test_compressed_gradients_stay_close_and_replicas_equal(pool, case):
         assert 0 < logits_error < 0.3, "the codec did not run"
         assert sum(gradient_errors.values()) / len(gradient_errors) < 0.1
     _assert_same_bits(results)
+
+
+def _task_head():
+    import transformers as tf
+
+    config = tiny.build("qwen2").config
+    config.num_labels, config.pad_token_id = 3, 0
+    labels, ids = torch.tensor([0, 2]), tiny.batch(2, 4, 11)["input_ids"].clamp_min(1)
+    losses, gradients = [], []
+    for split in False, True:
+        tf.set_seed(7)
+        model = tf.AutoModelForSequenceClassification.from_config(config)
+        if split:
+            model = copy.deepcopy(parallelize(model, dist.group.WORLD, "none", sequence_parallel=True))
+        losses.append(model(input_ids=ids, labels=labels).loss)
+        losses[-1].backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()} if not split else _gathered_gradients(model))
+    torch.testing.assert_close(*losses, atol=1e-6, rtol=1e-6)
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-6, rtol=1e-3, msg=name)
+
+
+def test_other_heads_and_copies_of_a_split_model(pool):
+    pool.run(2, _task_head)
+
+
+def _saved_bytes(family, changes):
+    """Bytes that a training pass keeps for its backward, parameters apart, as plain tensor parallelism and split."""
+    sizes = []
+    for sequence_parallel in False, True:
+        model = tiny.build(family, **changes).train()
+        parallelize(model, dist.group.WORLD, "none", sequence_parallel=sequence_parallel)
+        parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+        def keep(tensor, parameters=parameters, kept=kept):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.base_model(tiny.batch(4, 1, 32)["input_ids"])
+        sizes.append(sum(storage.nbytes() for storage in kept.values()))
+    return sizes
+
+
+@pytest.mark.parametrize("family,changes", [("qwen3", {}), ("gpt2", {"resid_pdrop": 0.1})])
+def test_a_training_pass_keeps_less_for_its_backward(pool, family, changes):
+    """Of each norm, residual sum and mask a rank keeps its positions; the blocks' inputs are whole."""
+    for whole, pieces in pool.run(4, _saved_bytes, family, changes):
+        assert pieces < 0.85 * whole, (pieces, whole)
 
 
 # ---- mutants: gradients that are parts of sums over ranks
@@ -198,6 +246,20 @@ def test_both_halves_are_compressed_and_the_joint_at_the_end_is_not(pool):
         assert backward["sent_bytes"] == pytest.approx(9 * 8.125 / 32 * half, rel=0.01)
 
 
+def _threshold(min_bytes):
+    model = _split("llama", codec="hadamard-int8", min_bytes=min_bytes)
+    meter, batch = split_state(model).comm.meter, _batch(3)
+    model(**batch).loss.backward()
+    return meter.snapshot()
+
+
+def test_ranks_choose_alike_where_one_has_no_positions(pool):
+    """A message is as long as the whole sequence says: 2304 bytes here, and pieces of 768 or 0."""
+    compressed, dense = (pool.run(4, _threshold, min_bytes) for min_bytes in (2304, 2305))
+    assert sum(r["sent_bytes"] for r in compressed) < 0.4 * sum(r["dense_bytes"] for r in compressed)
+    assert sum(r["sent_bytes"] for r in dense) == pytest.approx(sum(r["dense_bytes"] for r in dense), rel=0.01)
+
+
 def test_under_autocast_blocks_gather_16_bits(pool):
     """LayerNorm gives 32 bits there, which the linear layers would round after the gather."""
     half = ring_half_bytes(3 * 16 * 64 * 2, 2)
@@ -261,7 +323,7 @@ def _refusals():
     with pytest.raises(ValueError, match="under torch.no_grad.., or train with sequence_parallel false"):
         model(**batch, output_hidden_states=True)
     hidden = torch.randn(2, 8, 64)
-    with pytest.raises(ValueError, match="call the model, not its layers"):
+    with pytest.raises(ValueError, match="Call the whole model, not its layers"):
         model.transformer.h[0](hidden)
     with torch.no_grad():
         model.transformer.h[0](hidden)
@@ -384,100 +446,3 @@ def test_a_compiled_model_is_one_graph_at_any_length(pool):
         assert worst < 1e-5
         assert not breaks
         assert compiles <= 2, "a compilation a length"
-
-
-# ---- Trainer
-
-
-SEQUENCE = dict(sequence_parallel=True)
-THREE_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
-WORLDS = [
-    ("qwen3", 2, 2, None, {}),
-    ("qwen3", 3, 3, THREE_HEADS, {"gradient_accumulation_steps": 2}),
-    ("qwen2", 4, 4, None, {}),
-    ("llama", 2, 2, None, {"gradient_checkpointing": True}),
-    ("gpt2", 2, 4, None, {"gradient_accumulation_steps": 2}),
-    ("gpt_neox", 2, 2, None, {}),
-]
-
-
-@pytest.fixture(scope="module")
-def reference(pool):
-    @functools.cache
-    def run(family, changes=(), model_changes=()):
-        return pool.run(1, training.run, family, 1, model_changes=dict(model_changes), **dict(changes))[0]
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "family,tp,world,model_changes,changes", WORLDS, ids=[f"{w[0]}-tp{w[1]}of{w[2]}" for w in WORLDS]
-)
-def test_training_equals_one_process(pool, reference, family, tp, world, model_changes, changes):
-    options = dict(model_changes=model_changes, check_replicas=1, **SEQUENCE, **changes)
-    results = pool.run(world, training.run, family, tp, **options)
-    expected = reference(family, tuple(changes.items()), tuple((model_changes or {}).items()))
-    for got in results:
-        training.assert_equal_runs(expected, got)
-        assert min(got["grad_norm"]) > 0.5, "clipping was not active"
-        assert torch.equal(got["weights"], results[0]["weights"])
-
-
-@pytest.mark.parametrize("mutate", [_without_partial_sum, _with_doubled_partial_sum])
-def test_mutants_are_caught_in_training(pool, reference, mutate):
-    """gpt2 has no other partial gradients than those of sequence parallelism."""
-    got = pool.run(2, _run_mutant, mutate, "gpt2", 2, **SEQUENCE)[0]
-    with pytest.raises(AssertionError, match="gradient norm|loss"):
-        training.assert_equal_runs(reference("gpt2"), got)
-
-
-def test_scape_at_density_one_equals_dense_adams(pool):
-    expected = pool.run(2, training.run, "gpt2", 1, use_adams=True, weight_decay=0.1)[0]
-    scape = dict(
-        dp_sync="scape", scape_density=1.0, scape_warmup_steps=0, scape_hold_steps=0, weight_decay=0.1,
-        scape_second_moment="adams", scape_mask="topk", scape_clip="ghat", check_replicas=1,
-    )  # fmt: skip
-    for got in pool.run(4, training.run, "gpt2", 2, **scape, **SEQUENCE):
-        training.assert_equal_runs(expected, got)
-
-
-def test_bf16_with_recomputation_and_compression_stays_close(pool, reference):
-    changes = dict(bf16=True, gradient_checkpointing=True)
-    results = pool.run(2, training.run, "qwen3", 2, check_replicas=1, tp_codec="hadamard-int8", **SEQUENCE, **changes)
-    for got in results:
-        training.assert_equal_runs(reference("qwen3", tuple(changes.items())), got, 5e-3, 5e-2, 5e-2)
-        assert torch.equal(got["weights"], results[0]["weights"])
-
-
-# ---- checkpoints
-
-
-def _train_half(folder, resume=None, stop_after=None):
-    from test_checkpoint import DROPOUT as MODEL
-    from test_checkpoint import _train
-
-    return _train(folder, resume=resume, model_changes=MODEL, stop_after=stop_after, tp_codec="taco", **SEQUENCE)
-
-
-def test_resume_equals_the_unbroken_run_bit_for_bit(pool, tmp_path):
-    unbroken = pool.run(2, _train_half, str(tmp_path / "a"))
-    pool.run(2, _train_half, str(tmp_path / "b"), stop_after=4)
-    resumed = pool.run(2, _train_half, str(tmp_path / "b"), resume=str(tmp_path / "b/checkpoint-3"))
-    for (losses, bits, _), (more, others, _) in zip(unbroken, resumed, strict=True):
-        assert losses[3:] == more
-        assert all(torch.equal(bits[name], others[name]) for name in bits)
-
-
-def _load(folder):
-    model = from_pretrained(folder, dist.group.WORLD, codec="none", sequence_parallel=True).train()
-    reference = tiny.build("llama")
-    losses = [m(**_batch(9)).loss for m in (model, reference)]
-    for loss in losses:
-        loss.backward()
-    for name, gradient in _gathered_gradients(model).items():
-        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, atol=1e-5, rtol=1e-3, msg=name)
-
-
-def test_from_pretrained_splits_the_sequence_too(pool, tmp_path):
-    tiny.build("llama").save_pretrained(tmp_path)
-    pool.run(2, _load, str(tmp_path))

@@ -103,8 +103,8 @@ class LeadEntry:
         self.boundary.length = kwargs.get(LENGTH)
         if self.boundary.length is None and torch.is_grad_enabled():
             raise ValueError(
-                "sequence_parallel needs to see the whole model's forward: call the model, not its layers, or use "
-                "torch.no_grad()"
+                "sequence_parallel: this layer was not told how long the sequence is. Call the whole model, not its "
+                "layers (or call them under torch.no_grad())"
             )
         return args, {name: value for name, value in kwargs.items() if name != LENGTH}
 

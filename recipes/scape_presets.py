@@ -95,6 +95,7 @@ METHODS = {
     "dense-end-paper": {"method": "scape", "flush": 0.1, "flush_density": 1.0},
     # schedules of factored-topk
     "fall-longer": {**FACTORED, "hold": 0.1, "fall": 0.7},
+    "fall-longer-random": {**FACTORED, "mask": "random", "hold": 0.1, "fall": 0.7},
     "hold-longer": {**FACTORED, "hold": 0.2, "fall": 0.3},
     "flushed": {**FACTORED, "flush": 0.05},
     "lr-follows": {**FACTORED, "lr_power": 0.15},
@@ -174,7 +175,23 @@ THIRD = [
     *grid(("adams",), (2e-3, 1e-3)),
     *grid(("paper",), (2e-3, 5e-4), LOW),
 ]
+FOURTH = [
+    *grid(("adamw",), (1e-3,), **FINETUNE),
+    *grid(("factored-random", "factored-topk"), (2e-3, 4e-3), **FINETUNE),
+    *grid(("adamw",), (2e-3,), steps=4800),
+    *grid(("factored-random",), (4e-3,), steps=4800),
+    *grid(("adamw",), (2e-3,), seeds=(1, 2)),
+    *grid(("factored-random",), (4e-3,), seeds=(1, 2)),
+    *grid(("fall-longer-random",), (4e-3,)),
+    *grid(("adamw",), (2e-3,), model="qwen"),
+    *grid(("factored-random",), (4e-3,), model="qwen"),
+    *grid(("paper",), (1e-3,), HIGH, model="qwen"),
+    *grid(("adamw",), (1e-3,), seeds=(1, 2), **FINETUNE),
+    *grid(("factored-topk",), (2e-3,), seeds=(1, 2), **FINETUNE),
+    *grid(("factored-topk",), (2e-3,), seeds=(1, 2)),
+]
 PRESETS = {
+    "fourth": FOURTH,
     "third": THIRD,
     "second": SECOND,
     "rehearsal": grid(METHODS, (1e-3,), ranks=2, **TINY)

@@ -282,6 +282,18 @@ def add_tiles(a, b):
 
 
 @triton.jit
+def clamp_tile(tile, limit):
+    """The tile within +-limit, NaN stays."""
+    out = ()
+    for p in tl.static_range(len(tile)):
+        piece = ()
+        for j in tl.static_range(8):
+            piece = piece + (clamp(tile[p][j], limit),)
+        out = out + (piece,)
+    return out
+
+
+@triton.jit
 def through_half(tile):
     """tile rounded to fp16, past 65504 to inf."""
     out = ()
@@ -294,15 +306,37 @@ def through_half(tile):
 
 
 @triton.jit
-def divide_exactly(tile, value, high, low):
-    """tile / value, correctly rounded, for inverse(value) = (high, low): one step of correction on divide_by."""
+def divide_exactly(tile, value, high, low, limit):
+    """tile / value, correctly rounded up to +-limit, for inverse(value) = (high, low): one more step on divide_by."""
     out = ()
     for p in tl.static_range(len(tile)):
         piece = ()
         for j in tl.static_range(8):
             x = tile[p][j]
             wide = tl.broadcast_to(high, x.shape)
-            q = tl.fma(x, wide, x * low)
+            q = clamp(tl.fma(x, wide, x * low), limit)  # the step would make NaN of an inf
             piece = piece + (tl.fma(tl.fma(-q, tl.broadcast_to(value, x.shape), x), wide, q),)
+        out = out + (piece,)
+    return out
+
+
+@triton.jit
+def zero_behind(tile, group, numel, ROWS: tl.constexpr, TAIL: tl.constexpr):
+    """The tile with zeros behind `numel`, where decoded padding is noise."""
+    if TAIL:
+        if _is_last(numel, ROWS):
+            tile = _zero_behind(tile, group, numel)
+    return tile
+
+
+@triton.jit
+def _zero_behind(tile, group, numel):
+    LANES: tl.constexpr = tile[0][0].shape[1]
+    out = ()
+    for p in tl.static_range(len(tile)):
+        first = group[:, None] * GROUP + (p * LANES + tl.arange(0, LANES)[None, :]) * 8
+        piece = ()
+        for j in tl.static_range(8):
+            piece = piece + (tl.where(first + j < numel, tile[p][j], 0.0),)
         out = out + (piece,)
     return out

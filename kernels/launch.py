@@ -151,8 +151,9 @@ class ScaledKernels(Kernels):
     def _decode_sum_encode(self, wire, out, numel: int, dtype: torch.dtype) -> None:
         groups = -(-numel // GROUP)
         tile, warps, tiles = self._tiles("decode_sum_encode", groups)
-        constants = self._constants(tile, ALIGN=min(_alignment(wire), _alignment(out)), HALF=dtype == torch.float16)
-        numbers = [wire.stride(0), len(wire), groups, torch.finfo(dtype).max]
+        align, tail, half = min(_alignment(wire), _alignment(out)), numel % GROUP > 0, dtype == torch.float16
+        constants = self._constants(tile, ALIGN=align, TAIL=tail, HALF=half)
+        numbers = [wire.stride(0), len(wire), groups, numel, torch.finfo(dtype).max]
         _launch(scaled.decode_sum_encode_kernel, (tiles, 1), [wire, out], numbers, constants, warps)
 
 
@@ -161,6 +162,7 @@ class TacoKernels(Kernels):
     """Codec taco: one kernel for whole groups, one for a short last group."""
 
     name: str = "taco"
+    unit = 2
 
     def _encode(self, x: torch.Tensor, wire: torch.Tensor) -> None:
         numel = x.shape[1]

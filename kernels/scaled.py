@@ -1,7 +1,10 @@
 """Kernels of the codecs with one bf16 scale a group: fp8, int8, hadamard-int8, -int6 and -int4.
 
-Wire: codes of whole groups, then bf16 scales; TACO.md section 2. QMAX is 448 for E4M3, else the largest integer.
-`*_align` are powers of two that divide the addresses of all rows in bytes, at least 2 on the wire.
+Wire: codes of whole groups, then bf16 scales (docs/wire_formats.md, section 2). QMAX is 448 for E4M3, else the largest
+integer. `*_align` are powers of two that divide the addresses of all rows in bytes, at least 2 on the wire.
+
+encode_tile and decode_tile are the arithmetic alone, registers to registers, for any kernel: a tile as groups.py
+describes it, words as words.py does.
 """
 
 import triton
@@ -12,26 +15,25 @@ from .groups import (
     NAN_BITS,
     SMALLEST_AMAX,
     add_tiles,
-    clamp,
+    clamp_tile,
     divide,
     divide_by,
-    element_offsets,
     group_amax,
     hadamard,
     inverse,
-    join8,
     load_tile,
     multiply,
-    split8,
     store_tile,
     through_half,
     tile_groups,
+    zero_behind,
 )
+from .words import e4m3_values, e4m3_words, load_words, store_words
 
 E4M3 = tl.constexpr(448)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves a small number's nearest integer in the lowest bits
 _ROUND_BITS = tl.constexpr(0x4B400000)
-_EXPONENT_23 = tl.constexpr(0x4B000000)  # bits of 2^23, whose lowest bit counts 1
+_EXPONENT_23 = tl.constexpr(0x4B000000)  # for symm_codec.py: bits of 2^23, whose lowest bit counts 1
 
 
 @triton.jit
@@ -45,55 +47,6 @@ def _scale_up(amax, QMAX: tl.constexpr):
 @triton.jit
 def _bits_to_scale(bits):
     return (bits << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _flat(x):
-    """[ROWS, LANES, 2] -> [ROWS, LANES * 2]"""
-    return tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2]])
-
-
-@triton.jit
-def _unflat(x):
-    """[ROWS, LANES * 2] -> its even and its odd columns."""
-    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-
-
-@triton.jit
-def _row_offsets(group, p: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr):
-    """int64[ROWS, WIDTH]: where piece p of each group is when a piece is WIDTH items wide."""
-    return group[:, None] * (WIDTH * PIECES) + p * WIDTH + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def _store_words(payload, words, group, p: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr):
-    """Write piece p: int32[ROWS, words of a piece]."""
-    if ALIGN >= 4:
-        payload = payload.to(tl.pointer_type(tl.int32))
-    else:
-        payload = payload.to(tl.pointer_type(tl.int16))
-        words = _flat(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)))
-    tl.store(payload + _row_offsets(group, p, words.shape[1], PIECES), words)
-
-
-@triton.jit
-def _load_words(payload, group, p: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr):
-    """The inverse of _store_words: int32[ROWS, WIDTH]."""
-    if ALIGN >= 4:
-        return tl.load(payload.to(tl.pointer_type(tl.int32)) + _row_offsets(group, p, WIDTH, PIECES))
-    halves = tl.load(payload.to(tl.pointer_type(tl.uint16)) + _row_offsets(group, p, WIDTH * 2, PIECES))
-    low, high = _unflat(halves.to(tl.int32))
-    return low | high << 16
-
-
-@triton.jit
-def _triples(payload, group, p: tl.constexpr, PIECES: tl.constexpr):
-    """Pointers [LANES, ROWS] to the first of the three halfwords that hold a lane's eight 6-bit codes.
-
-    Lanes first: where nothing is contiguous, Triton numbers threads along dim 0, and so the lanes stay where they are.
-    """
-    lane = tl.arange(0, 16 // PIECES)[:, None] + p * (16 // PIECES)
-    return payload.to(tl.pointer_type(tl.uint16)) + (group[None, :] * 16 + lane) * 3
 
 
 @triton.jit
@@ -112,105 +65,83 @@ def _pack_four(q, FIRST: tl.constexpr, BITS: tl.constexpr, QMAX: tl.constexpr):
 
 
 @triton.jit
-def _store_integers(payload, group, p: tl.constexpr, q, usable, BITS: tl.constexpr, QMAX: tl.constexpr,
-                    PIECES: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Round and pack piece p; where a group is not usable, zeros."""
-    rounded = ()
-    for j in tl.static_range(8):
-        rounded = rounded + (q[j] + _ROUND,)
+def _integer_words(q, usable, BITS: tl.constexpr, QMAX: tl.constexpr):
+    """Words of a tile of quotients, rounded; codes of zero where usable [ROWS, 1] is false."""
     zeros: tl.constexpr = QMAX * (1 + 2**BITS + 4**BITS + 8**BITS)
-    low = tl.where(usable, _pack_four(rounded, 0, BITS, QMAX), zeros)
-    high = tl.where(usable, _pack_four(rounded, 4, BITS, QMAX), zeros)
-    if BITS == 8:
-        _store_words(payload, _flat(tl.join(low, high)), group, p, PIECES, ALIGN)
-    elif BITS == 4:
-        _store_words(payload, low | high << 16, group, p, PIECES, ALIGN)
-    else:
-        # 48 bits a lane and 96 bytes a group: nothing wider than a halfword is aligned everywhere
-        at = _triples(payload, group, p, PIECES)
-        tl.store(at, tl.trans(low).to(tl.uint16))
-        tl.store(at + 1, tl.trans(low >> 16 | high << 8).to(tl.uint16))
-        tl.store(at + 2, tl.trans(high >> 8).to(tl.uint16))
+    words = ()
+    for p in tl.static_range(len(q)):
+        rounded = ()
+        for j in tl.static_range(8):
+            rounded = rounded + (q[p][j] + _ROUND,)
+        for j in tl.static_range(0, 8, 4):
+            words = words + (tl.where(usable, _pack_four(rounded, j, BITS, QMAX), zeros),)
+    return words
 
 
 @triton.jit
-def _load_integers(payload, group, p: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr):
-    """Eight int32[ROWS, LANES] of codes, 0 and up, of piece p."""
-    LANES: tl.constexpr = 16 // PIECES
-    if BITS == 8:
-        low, high = _unflat(_load_words(payload, group, p, LANES * 2, PIECES, ALIGN))
-    elif BITS == 4:
-        low = _load_words(payload, group, p, LANES, PIECES, ALIGN)
-        high = low >> 16
-    else:
-        at = _triples(payload, group, p, PIECES)
-        a, b, c = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32)
-        low, high = tl.trans(a | b << 16), tl.trans(b >> 8 | c << 8)
-    out = ()
-    for j in tl.static_range(4):
-        out = out + ((low >> (j * BITS)) & (2**BITS - 1),)
-    for j in tl.static_range(4):
-        out = out + ((high >> (j * BITS)) & (2**BITS - 1),)
-    return out
+def _integer_value(word, i: tl.constexpr, BITS: tl.constexpr):
+    """2^BITS plus code i of a word, exactly: the code is the mantissa's upper bits beside that exponent."""
+    SHIFT: tl.constexpr = 23 - BITS * (1 + i)
+    word = word << SHIFT if SHIFT >= 0 else word >> -SHIFT
+    bits = word & ((2**BITS - 1) << (23 - BITS)) | ((127 + BITS) << 23)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _encode_tile(x, payload, scales, group, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr,
-                 PIECES: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Write codes and scales of the groups in tile x."""
+def _integer_values(words, BITS: tl.constexpr):
+    """A tile of fp32, each 2^BITS too large, from words of integer codes."""
+    tile = ()
+    for p in tl.static_range(len(words) // 2):
+        piece = ()
+        for j in tl.static_range(8):
+            piece = piece + (_integer_value(words[2 * p + j // 4], j % 4, BITS),)
+        tile = tile + (piece,)
+    return tile
+
+
+@triton.jit
+def encode_tile(x, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr):
+    """Words of a tile of fp32 and the bits of its groups' bf16 scales, int32[ROWS]."""
     if HADAMARD:
         x = hadamard(multiply(x, 1.0 / GROUP))
     bits = _scale_up(group_amax(x), QMAX)
-    tl.store(scales + group, bits.to(tl.int16))
     usable = (bits > 0) & (bits < 0x7F80)
     high, low = inverse(_bits_to_scale(tl.where(usable, bits, 0x3F80))[:, None])
     q = divide_by(x, high, low)
-    usable = usable[:, None]
-    for p in tl.static_range(PIECES):
-        if QMAX == E4M3:
-            codes = tl.where(usable, join8(q[p]), 0.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            tl.store(payload + element_offsets(group, p, PIECES), codes)
-        else:
-            _store_integers(payload, group, p, q[p], usable, BITS, QMAX, PIECES, ALIGN)
-
-
-@triton.jit
-def _decode_piece(payload, group, p: tl.constexpr, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr,
-                  PIECES: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Codes of piece p as fp32; of a transformed integer QMAX too large, which `_decode_tile` takes off."""
     if QMAX == E4M3:
-        codes = tl.load(payload + element_offsets(group, p, PIECES))
-        return split8(codes.to(tl.float8e4nv, bitcast=True).to(tl.float32))
-    codes = _load_integers(payload, group, p, BITS, PIECES, ALIGN)
-    out = ()
-    for j in tl.static_range(8):
-        # code and exponent of 2^23 side by side, minus 2^23: a conversion that is not a conversion
-        value = (codes[j] | _EXPONENT_23).to(tl.float32, bitcast=True)
-        out = out + (value - (8388608.0 if HADAMARD else 8388608.0 + QMAX),)
-    return out
+        words = e4m3_words(q, usable[:, None])
+    else:
+        words = _integer_words(q, usable[:, None], BITS, QMAX)
+    return words, bits
 
 
 @triton.jit
-def _decode_tile(payload, scales, group, limit, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr,
-                 PIECES: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Pieces of decoded fp32 within +-limit, or NaN; and the groups that are NaN, int1[ROWS]."""
-    bits = tl.load(scales + group).to(tl.int32)
-    scale = _bits_to_scale(bits)[:, None]
-    tile = ()
-    for p in tl.static_range(PIECES):
-        tile = tile + (_decode_piece(payload, group, p, QMAX, BITS, HADAMARD, PIECES, ALIGN),)
-    if HADAMARD:
-        tile = hadamard(tile)
-        # the codes' offset is a constant over the group: its transform is 128 times as large in element 0, else zero
-        first = tl.where(tl.arange(0, 16 // PIECES)[None, :] == 0, QMAX * 128.0, 0.0)
-        tile = _subtract_first(tile, first)
+def decode_tile(words, bits, limit, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr):
+    """The inverse: a tile of fp32 within +-limit, NaN where the scale is; bits int32[ROWS, 1] or [ROWS, LANES]."""
+    if QMAX == E4M3:
+        tile = e4m3_values(words)
+    else:
+        tile = _integer_values(words, BITS)
+        offset: tl.constexpr = 2.0**BITS + QMAX
+        if HADAMARD:
+            tile = hadamard(tile)
+            # of a constant over the group the transform is 128 times as large in element 0, else zero
+            lanes = tl.arange(0, tile[0][0].shape[1])[None, :]
+            tile = _subtract_first(tile, tl.where(lanes == 0, offset * 128, 0.0))
+        else:
+            tile = _subtract(tile, offset)
+    return clamp_tile(multiply(tile, _bits_to_scale(bits)), limit)
+
+
+@triton.jit
+def _subtract(tile, value):
     out = ()
-    for p in tl.static_range(PIECES):
+    for p in tl.static_range(len(tile)):
         piece = ()
         for j in tl.static_range(8):
-            piece = piece + (clamp(tile[p][j] * scale, limit),)
+            piece = piece + (tile[p][j] - value,)
         out = out + (piece,)
-    return out, bits > 0x7F80
+    return out
 
 
 @triton.jit
@@ -226,18 +157,35 @@ def _subtract_first(tile, value):
 
 
 @triton.jit
-def _decode_sum_tile(wire, message_stride, messages, groups, group, limit, QMAX: tl.constexpr, BITS: tl.constexpr,
-                     HADAMARD: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
-                     ONE: tl.constexpr):  # fmt: skip
-    """Pieces of the sum over the messages, in their order, and the groups that are NaN. ONE: one message."""
+def _store_message(x, payload, scales, group, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr,
+                   ALIGN: tl.constexpr):  # fmt: skip
+    """Encode the groups in tile x and write their codes and scales."""
+    words, bits = encode_tile(x, QMAX, BITS, HADAMARD)
+    tl.store(scales + group, bits.to(tl.int16))
+    store_words(payload, words, group, BITS, ALIGN)
+
+
+@triton.jit
+def _load_message(payload, scales, group, limit, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr,
+                  PIECES: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    """Read and decode groups; and those that are NaN, int1[ROWS]."""
+    bits = tl.load(scales + group).to(tl.int32)
+    words = load_words(payload, group, PIECES, BITS, ALIGN)
+    return decode_tile(words, bits[:, None], limit, QMAX, BITS, HADAMARD), bits > 0x7F80
+
+
+@triton.jit
+def _load_sum(wire, message_stride, messages, groups, group, limit, QMAX: tl.constexpr, BITS: tl.constexpr,
+              HADAMARD: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
+    """The sum over the messages, in their order, and the groups that are NaN. ONE: one message."""
     scales_at = groups * (GROUP * BITS // 8)
     scales = (wire + scales_at).to(tl.pointer_type(tl.uint16))
-    total, bad = _decode_tile(wire, scales, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN)
+    total, bad = _load_message(wire, scales, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN)
     if not ONE:
         for i in range(1, messages):
             message = tl.multiple_of(wire + i * message_stride, ALIGN)
             scales = (message + scales_at).to(tl.pointer_type(tl.uint16))
-            tile, more = _decode_tile(message, scales, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN)
+            tile, more = _load_message(message, scales, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN)
             total, bad = add_tiles(total, tile), bad | more
     return total, bad
 
@@ -254,7 +202,7 @@ def encode_kernel(x, wire, x_stride: tl.int64, wire_stride: tl.int64, groups: tl
     group = tile_groups(groups, ROWS)
     scales = (wire + groups * (GROUP * BITS // 8)).to(tl.pointer_type(tl.int16))
     tile = load_tile(x, group, numel, ROWS, PIECES, TAIL)
-    _encode_tile(tile, wire, scales, group, QMAX, BITS, HADAMARD, PIECES, ALIGN)
+    _store_message(tile, wire, scales, group, QMAX, BITS, HADAMARD, ALIGN)
 
 
 @triton.jit(do_not_specialize=["wire", "out", "wire_stride", "message_stride", "messages", "out_stride", "groups",
@@ -269,23 +217,24 @@ def decode_sum_kernel(wire, out, wire_stride: tl.int64, message_stride: tl.int64
     out = tl.multiple_of(out + row * out_stride, OUT_ALIGN)
     wire = tl.multiple_of(wire + row * wire_stride, ALIGN)
     group = tile_groups(groups, ROWS)
-    total, bad = _decode_sum_tile(wire, message_stride, messages, groups, group, limit, QMAX, BITS, HADAMARD, PIECES,
-                                  ALIGN, ONE)  # fmt: skip
+    total, bad = _load_sum(wire, message_stride, messages, groups, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN,
+                           ONE)  # fmt: skip
     store_tile(out, total, bad, group, numel, ROWS, PIECES, TAIL)
 
 
-@triton.jit(do_not_specialize=["wire", "out", "message_stride", "messages", "groups", "limit"])
+@triton.jit(do_not_specialize=["wire", "out", "message_stride", "messages", "groups", "numel", "limit"])
 def decode_sum_encode_kernel(wire, out, message_stride: tl.int64, messages: tl.int32, groups: tl.int64,
-                             limit: tl.float32, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr,
-                             ROWS: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
-                             HALF: tl.constexpr):  # fmt: skip
+                             numel: tl.int64, limit: tl.float32, QMAX: tl.constexpr, BITS: tl.constexpr,
+                             HADAMARD: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
+                             TAIL: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """The message `out` of the sum of `messages` messages in wire. HALF: the sum passes through fp16."""
     row = tl.program_id(1).to(tl.int64)  # 0: what is known of an address needs an operation to hang on
     wire, out = tl.multiple_of(wire + row * groups, ALIGN), tl.multiple_of(out + row * groups, ALIGN)
     group = tile_groups(groups, ROWS)
-    total, _ = _decode_sum_tile(wire, message_stride, messages, groups, group, limit, QMAX, BITS, HADAMARD, PIECES,
-                                ALIGN, False)  # fmt: skip
+    total, _ = _load_sum(wire, message_stride, messages, groups, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN,
+                         False)  # fmt: skip
+    total = zero_behind(total, group, numel, ROWS, TAIL)
     if HALF:
         total = through_half(total)
     scales = (out + groups * (GROUP * BITS // 8)).to(tl.pointer_type(tl.int16))
-    _encode_tile(total, out, scales, group, QMAX, BITS, HADAMARD, PIECES, ALIGN)
+    _store_message(total, out, scales, group, QMAX, BITS, HADAMARD, ALIGN)

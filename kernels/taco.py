@@ -1,7 +1,10 @@
-"""Kernels of codec taco: adaptive scale, Walsh-Hadamard transform, second scale, E4M3; TACO.md section 1.
+"""Kernels of codec taco: adaptive scale, Walsh-Hadamard transform, second scale, E4M3.
 
-Wire: q uint8[numel] | s fp32[groups] | alpha fp32[groups]. These kernels do whole groups; the short one at the end has
-a shape of its own and is done by taco_tail.py.
+Wire: q uint8[numel] | s fp32[groups] | alpha fp32[groups] (docs/wire_formats.md, section 1). These kernels do whole
+groups; the short one at the end has a shape of its own and is done by taco_tail.py.
+
+encode_tile and decode_tile are the arithmetic alone, registers to registers, for any kernel: a tile as groups.py
+describes it, words as words.py does.
 """
 
 import triton
@@ -13,23 +16,21 @@ from .groups import (
     SMALLEST_AMAX,
     add,
     add_tiles,
-    clamp,
+    clamp_tile,
     divide,
     divide_by,
     divide_exactly,
-    element_offsets,
     group_amax,
     hadamard,
     inverse,
-    join8,
     load_tile,
     multiply,
     partner,
-    split8,
     store_tile,
     through_half,
     tile_groups,
 )
+from .words import e4m3_values, e4m3_words, load_words, store_words
 
 E4M3_MAX = tl.constexpr(448.0)
 ROOT = tl.constexpr(11.313708305358887)  # sqrt(128) in fp32
@@ -169,8 +170,8 @@ def _zeros_unless(condition, tile):
 
 
 @triton.jit
-def _encode_tile(x, wire, scales, group, groups, PIECES: tl.constexpr, SCALE_ALIGN: tl.constexpr):
-    """Write codes and scales of the groups in tile x."""
+def encode_tile(x):
+    """Words of a tile of fp32 and its groups' s and alpha, fp32[ROWS]."""
     squares = _sum_squares(x)
     # A sum of squares in this range has an amax in [2^-30, 2^30], whatever the group. Nearly all tiles have no other,
     # and these skip the search for amax and the factor; a NaN or an inf is in no range.
@@ -186,12 +187,18 @@ def _encode_tile(x, wire, scales, group, groups, PIECES: tl.constexpr, SCALE_ALI
     s = second_scale(group_amax(y))
     high, low = inverse(s[:, None])
     q = divide_by(y, high, low)
+    usable = tl.full(s.shape, True, tl.int1)
     if not ordinary:
-        q = _zeros_unless((amax >= SMALLEST_AMAX) & (amax < float("inf")), q)
+        usable = (amax >= SMALLEST_AMAX) & (amax < float("inf"))
         s, alpha = wire_scales(s, alpha, amax, factor)
-    for p in tl.static_range(PIECES):
-        codes = join8(q[p]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        tl.store(wire + element_offsets(group, p, PIECES), codes)
+    return e4m3_words(q, usable[:, None]), s, alpha
+
+
+@triton.jit
+def _store_message(x, wire, scales, group, groups, ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr):
+    """Encode the groups in tile x and write their codes and scales."""
+    words, s, alpha = encode_tile(x)
+    store_words(wire, words, group, 8, ALIGN)
     store_scale(scales + group * 4, s, SCALE_ALIGN)
     store_scale(scales + (groups + group) * 4, alpha, SCALE_ALIGN)
 
@@ -204,43 +211,41 @@ def decode_scales(s, alpha):
 
 
 @triton.jit
-def _decode_tile(wire, scales, group, groups, limit, PIECES: tl.constexpr, EXACT: tl.constexpr,
-                 SCALE_ALIGN: tl.constexpr):  # fmt: skip
-    """Pieces of decoded fp32 within +-limit, or NaN; and the groups that are NaN, int1[ROWS].
+def decode_tile(words, s, alpha, limit, EXACT: tl.constexpr):
+    """The inverse: a tile of fp32 within +-limit, NaN where the scales are; these fp32[ROWS, 1] or [ROWS, LANES].
 
-    EXACT: the values stay fp32, so they are divided exactly.
+    EXACT: the values stay fp32, so they are divided exactly; without, they are right once rounded to 16 bits.
     """
-    s = load_scale(scales + group * 4, SCALE_ALIGN)
-    alpha = load_scale(scales + (groups + group) * 4, SCALE_ALIGN)
     s, alpha = decode_scales(s, alpha)
-    tile = ()
-    for p in tl.static_range(PIECES):
-        codes = tl.load(wire + element_offsets(group, p, PIECES))
-        tile = tile + (split8(codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)),)
-    tile = _divide_root(hadamard(multiply(tile, s[:, None])))
-    high, low = inverse(alpha[:, None])
+    tile = _divide_root(hadamard(multiply(e4m3_values(words), s)))
+    high, low = inverse(alpha)
     if EXACT:
-        tile = divide_exactly(tile, alpha[:, None], high, low)
+        tile = divide_exactly(tile, alpha, high, low, limit)
     else:
         tile = divide_by(tile, high, low)
-    out = ()
-    for p in tl.static_range(PIECES):
-        piece = ()
-        for j in tl.static_range(8):
-            piece = piece + (clamp(tile[p][j], limit),)
-        out = out + (piece,)
-    return out, s != s
+    return clamp_tile(tile, limit)
 
 
 @triton.jit
-def _decode_sum_tile(wire, message_stride, messages, numel, groups, group, limit, PIECES: tl.constexpr,
-                     ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, EXACT: tl.constexpr,
-                     ONE: tl.constexpr):  # fmt: skip
-    total, bad = _decode_tile(wire, wire + numel, group, groups, limit, PIECES, EXACT, SCALE_ALIGN)
+def _load_message(wire, scales, group, groups, limit, PIECES: tl.constexpr, ALIGN: tl.constexpr,
+                  SCALE_ALIGN: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """Read and decode groups; and those that are NaN, int1[ROWS]."""
+    s = load_scale(scales + group * 4, SCALE_ALIGN)
+    alpha = load_scale(scales + (groups + group) * 4, SCALE_ALIGN)
+    words = load_words(wire, group, PIECES, 8, ALIGN)
+    return decode_tile(words, s[:, None], alpha[:, None], limit, EXACT), s != s
+
+
+@triton.jit
+def _load_sum(wire, message_stride, messages, numel, groups, group, limit, PIECES: tl.constexpr, ALIGN: tl.constexpr,
+              SCALE_ALIGN: tl.constexpr, EXACT: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
+    """The sum over the messages, in their order, and the groups that are NaN. ONE: one message."""
+    total, bad = _load_message(wire, wire + numel, group, groups, limit, PIECES, ALIGN, SCALE_ALIGN, EXACT)
     if not ONE:
         for i in range(1, messages):
             message = tl.multiple_of(wire + i * message_stride, ALIGN)
-            tile, more = _decode_tile(message, message + numel, group, groups, limit, PIECES, EXACT, SCALE_ALIGN)
+            tile, more = _load_message(message, message + numel, group, groups, limit, PIECES, ALIGN, SCALE_ALIGN,
+                                       EXACT)  # fmt: skip
             total, bad = add_tiles(total, tile), bad | more
     return total, bad
 
@@ -255,7 +260,7 @@ def encode_kernel(x, wire, x_stride: tl.int64, wire_stride: tl.int64, whole: tl.
     wire = tl.multiple_of(wire + row * wire_stride, ALIGN)
     group = tile_groups(whole, ROWS)
     tile = load_tile(x, group, numel, ROWS, PIECES, False)
-    _encode_tile(tile, wire, wire + numel, group, groups, PIECES, SCALE_ALIGN)
+    _store_message(tile, wire, wire + numel, group, groups, ALIGN, SCALE_ALIGN)
 
 
 @triton.jit(do_not_specialize=["wire", "out", "wire_stride", "message_stride", "messages", "out_stride", "whole",
@@ -269,8 +274,8 @@ def decode_sum_kernel(wire, out, wire_stride: tl.int64, message_stride: tl.int64
     out = tl.multiple_of(out + row * out_stride, OUT_ALIGN)
     wire = tl.multiple_of(wire + row * wire_stride, ALIGN)
     group = tile_groups(whole, ROWS)
-    total, bad = _decode_sum_tile(wire, message_stride, messages, numel, groups, group, limit, PIECES, ALIGN,
-                                  SCALE_ALIGN, EXACT, ONE)  # fmt: skip
+    total, bad = _load_sum(wire, message_stride, messages, numel, groups, group, limit, PIECES, ALIGN, SCALE_ALIGN,
+                           EXACT, ONE)  # fmt: skip
     store_tile(out, total, bad, group, numel, ROWS, PIECES, False)
 
 
@@ -283,8 +288,8 @@ def decode_sum_encode_kernel(wire, out, message_stride: tl.int64, messages: tl.i
     row = tl.program_id(1).to(tl.int64)  # 0: what is known of an address needs an operation to hang on
     wire, out = tl.multiple_of(wire + row * numel, ALIGN), tl.multiple_of(out + row * numel, ALIGN)
     group = tile_groups(whole, ROWS)
-    total, _ = _decode_sum_tile(wire, message_stride, messages, numel, groups, group, limit, PIECES, ALIGN,
-                                SCALE_ALIGN, True, False)  # fmt: skip
+    total, _ = _load_sum(wire, message_stride, messages, numel, groups, group, limit, PIECES, ALIGN, SCALE_ALIGN,
+                         True, False)  # fmt: skip
     if HALF:
         total = through_half(total)
-    _encode_tile(total, out, out + numel, group, groups, PIECES, SCALE_ALIGN)
+    _store_message(total, out, out + numel, group, groups, ALIGN, SCALE_ALIGN)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .device import kernels_for
+
 GROUP = 128
 MESSAGE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A NaN has many bit patterns; one of them (all ones) is the kernels' "not arrived yet", so only these travel.
@@ -47,12 +49,13 @@ class Codec(ABC):
 
     A subclass sets `name` and `bits_per_element` (payload and scales, for whole groups) and writes `wire_bytes`,
     `encode_rows` and `decode_rows`; the rest follows. Decoding must depend on the bytes alone: all ranks decode the
-    same bytes and have to get the same bits.
+    same bytes and have to get the same bits. A codec with Triton kernels also has `make_kernels` (see device.py).
     """
 
     name: str
     group: int = GROUP
     bits_per_element: float
+    needs_e4m3: bool = False
 
     @abstractmethod
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -93,18 +96,54 @@ class Codec(ABC):
         _buffer(wire, self.wire_bytes(numel, dtype), torch.uint8, wire.device, f"codec {self.name!r}: wire")
         out = _buffer(out, numel, dtype, wire.device, f"codec {self.name!r}: out")
         if numel:
-            cast(self.decode_rows(wire.view(1, -1), numel, dtype), out.view(1, -1))
+            self.decode_into(wire.view(1, -1), out.view(1, -1), dtype)
         return out
 
-    def decode_sum(self, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return fp32[numel], the sum over the messages uint8[rows, bytes], added in fp32 in row order."""
+    def decode_into(self, wire: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write decode_rows(wire, numel, dtype) to out [rows, numel > 0] of any float dtype."""
+        kernels = kernels_for(self, wire.device)
+        if kernels is None:
+            cast(self.decode_rows(wire, out.shape[1], dtype), out)
+        else:
+            kernels.decode(wire, out, dtype)
+
+    def decode_sum(
+        self, wire: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the sum over the messages uint8[rows, bytes], added in fp32 in row order.
+
+        fp32[numel], or `out`, contiguous and of any float dtype, which the sum is rounded to.
+        """
+        kernels = kernels_for(self, wire.device)
+        if kernels is not None:
+            out = torch.empty(numel, dtype=torch.float32, device=wire.device) if out is None else out
+            kernels.decode_sum(wire, out.view(-1), dtype)
+            return out
         rows = self.decode_rows(wire, numel, dtype)
-        if len(rows) == 1:
-            return rows[0]
-        total = rows[0] + rows[1]
+        total = rows[0] if len(rows) == 1 else rows[0] + rows[1]
         for row in rows[2:]:
             total += row
-        return total
+        return total if out is None else cast(total.view(out.shape), out)
+
+    def decode_sum_encode(self, wire: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
+        """Write the message of decode_sum(wire, numel > 0, dtype) to out uint8[bytes]: the middle of a two-shot.
+
+        Of fp16 the sum is rounded to fp16 first: past 65504 it has to become inf, as in a dense all-reduce.
+        """
+        kernels = kernels_for(self, wire.device)
+        if kernels is not None:
+            kernels.decode_sum_encode(wire, out, numel, dtype)
+            return
+        total = self.decode_sum(wire, numel, dtype).to(self.sum_dtype(dtype))
+        self.encode_rows(total.reshape(1, -1), out.view(1, -1))
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of a sum of messages that were encoded from `dtype` when it is encoded again."""
+        return torch.float16 if dtype == torch.float16 else torch.float32
+
+    def make_kernels(self):
+        """Return this codec's launchers (hf_taco_scape.kernels.launch.Kernels), None if it has none; called once."""
+        return None
 
 
 def check_dtype(name: str, x: torch.Tensor) -> None:

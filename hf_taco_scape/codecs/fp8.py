@@ -29,6 +29,7 @@ class Fp8Codec(ScaledGroupCodec):
 
     name = "fp8"
     bits, qmax, hadamard = 8, E4M3_MAX, False
+    needs_e4m3 = True
 
     def quantise(self, scaled: torch.Tensor) -> torch.Tensor:
         return pack_e4m3(scaled)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .codec import CANONICAL_NAN, GROUP, Codec, WireLayout, may_have
+from .device import with_kernels
 
 SMALLEST_AMAX = 2.0**-118  # groups below are sent as zeros: their scales would be subnormal
 BLOCK_GROUPS = 2048
@@ -105,6 +106,7 @@ def clamp_to_range_(values: torch.Tensor, bound: torch.Tensor, dtype: torch.dtyp
     return values
 
 
+@with_kernels
 class ScaledGroupCodec(Codec):
     """Groups of 128 under one bf16 scale: `y = H(x / 128)` or x, `q = round(y / s)`, `x^ = s * H(q)` or s * q.
 
@@ -136,6 +138,11 @@ class ScaledGroupCodec(Codec):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.bfloat16) -> int:
         return self.layout(numel).total_bytes
+
+    def make_kernels(self):
+        from ..kernels.launch import ScaledKernels
+
+        return ScaledKernels(self.name, self.qmax, self.bits, self.hadamard)
 
     def encode_rows(self, x: torch.Tensor, wire: torch.Tensor) -> None:
         rows, numel = x.shape

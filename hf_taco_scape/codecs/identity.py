@@ -3,8 +3,10 @@
 import torch
 
 from .codec import Codec, canonicalise_nan_
+from .device import with_kernels
 
 
+@with_kernels
 class IdentityCodec(Codec):
     """fp16, bf16 or fp32 as they are, NaN in its canonical bits; `dtype` of decode has to be that of encode."""
 
@@ -14,6 +16,11 @@ class IdentityCodec(Codec):
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.bfloat16) -> int:
         return numel * dtype.itemsize
 
+    def make_kernels(self):
+        from ..kernels.launch import IdentityKernels
+
+        return IdentityKernels()
+
     def encode_rows(self, x: torch.Tensor, wire: torch.Tensor) -> None:
         copy = x.clone(memory_format=torch.contiguous_format)
         canonicalise_nan_(copy)
@@ -21,3 +28,6 @@ class IdentityCodec(Codec):
 
     def decode_rows(self, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return wire.clone(memory_format=torch.contiguous_format).view(dtype).float()
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from .codec import GROUP, Codec, WireLayout, may_have
+from .device import with_kernels
 from .fp8 import E4M3_MAX, E4M3_STEP, pack_e4m3, unpack_e4m3
 from .groups import SMALLEST_AMAX, blocks, butterfly, clamp_to_range_, divide, largest_magnitude, to_lanes
 
@@ -17,17 +18,24 @@ SOUND_AMAX = (2.0**-30, 2.0**30)
 _EXPONENT_BITS = 0x7F800000
 
 
+@with_kernels
 class TacoCodec(Codec):
     """The paper's codec. Wire: q uint8[numel] | s fp32[groups] | alpha fp32[groups]; the last group may be short."""
 
     name = "taco"
     bits_per_element = 8 + 64 / GROUP
+    needs_e4m3 = True
 
     def layout(self, numel: int) -> WireLayout:
         return WireLayout(numel, payload_bytes=numel, scale_bytes=4, scale_arrays=2)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.bfloat16) -> int:
         return self.layout(numel).total_bytes
+
+    def make_kernels(self):
+        from ..kernels.launch import TacoKernels
+
+        return TacoKernels()
 
     def encode_rows(self, x: torch.Tensor, wire: torch.Tensor) -> None:
         rows, numel = x.shape

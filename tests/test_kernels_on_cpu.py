@@ -1,0 +1,20 @@
+"""The kernels' logic without a GPU: test_kernels.py in Triton's interpreter, in a process of its own."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+def test_kernels_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_kernels.py"]
+    root = pathlib.Path(__file__).parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=550)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout

@@ -7,11 +7,16 @@ import tiny
 import torch
 import torch.distributed as dist
 import training
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from test_checkpoint import DROPOUT, _train
 from test_parallelize import _gathered_gradients
 from test_trainer import _run_mutant, _with_doubled_partial_sum, _without_partial_sum
 
+from hf_taco_scape import TacoScapeAccelerator
+from hf_taco_scape.parallel import gather_state_dict
 from hf_taco_scape.parallel.loading import from_pretrained
+from hf_taco_scape.training_args import TacoScapeOptions
 
 SEQUENCE = dict(sequence_parallel=True)
 THREE_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
@@ -71,6 +76,34 @@ def test_bf16_with_recomputation_and_compression_stays_close(pool, reference):
     for got in results:
         training.assert_equal_runs(reference("qwen3", tuple(changes.items())), got, 5e-3, 5e-2, 5e-2)
         assert torch.equal(got["weights"], results[0]["weights"])
+
+
+def _own_loop(stock):
+    """Two steps of two micro-batches, the second of them shorter than the number of ranks."""
+    set_seed(3)
+    common = dict(gradient_accumulation_steps=2)
+    options = TacoScapeOptions(tp_size=3, tp_codec="none", tp_min_bytes=0, check_replicas=1, **SEQUENCE)
+    accelerator = Accelerator(cpu=True, **common) if stock else TacoScapeAccelerator(options, **common)
+    model = tiny.build("qwen3", **THREE_HEADS)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    norms = []
+    for step, length in enumerate((11, 2, 16, 2)):
+        ids = tiny.batch(2, step, max(length, 4))["input_ids"][:, :length]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms, [w.clone() for w in gather_state_dict(model).values()]
+
+
+def test_own_loop_equals_stock_accelerate(pool):
+    ((norms, weights),) = pool.run(1, _own_loop, True)
+    for got_norms, got_weights in pool.run(3, _own_loop, False):
+        assert got_norms == pytest.approx(norms, rel=1e-5)
+        for ours, theirs in zip(got_weights, weights, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
 
 
 # ---- checkpoints

@@ -112,9 +112,11 @@ class StackSplit:
         self.base.register_forward_pre_hook(StackEntry(), with_kwargs=True)
         for layer in self.layers:
             rng = SplitRng(comm.rank, self.rules.dropout) if self.rules.dropout else None
-            entry = LayerEntry(comm, layer is self.layers[0], rng)
-            layer.register_forward_pre_hook(entry, with_kwargs=True)
-            layer.register_forward_hook(entry.leave)
+            first = layer is self.layers[0]
+            if first or rng is not None:
+                entry = LayerEntry(comm, first, rng)
+                layer.register_forward_pre_hook(entry, with_kwargs=True)
+                layer.register_forward_hook(entry.leave)
             getattr(layer, self.rules.lead).register_forward_pre_hook(LeadEntry(boundary), with_kwargs=True)
         self.norm.register_forward_pre_hook(StackExit(boundary))
         for module in self.partial:

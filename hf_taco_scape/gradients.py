@@ -87,7 +87,7 @@ class StepGradients:
         """
         if not last:
             return
-        partial = [p for p in self._trainable() if self._is_partial(p)]
+        partial = [p for p, split in self.splits.items() if split.partial and p.requires_grad]
         if partial:
             entries = [(p, self.splits[p].shard, self.dims.tp_rank) for p in partial]
             sum_partial_gradients(entries, self.dims.tp_group)

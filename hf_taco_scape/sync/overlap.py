@@ -71,12 +71,16 @@ class OverlappedAverage:
         if not self._armed:
             self.arm()
 
+    @torch.no_grad()
     def _ready(self, place: int) -> None:
         if not self._armed:
             return
         self._arrivals[place] += 1
         if self._arrivals[place] == 1:
-            self._bucket_of[place][0].missing -= 1
+            bucket, index = self._bucket_of[place]
+            # at once, while it is in the cache
+            bucket.views[index].copy_(self.parameters[place].grad)
+            bucket.missing -= 1
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 self._send_next()
 
@@ -84,9 +88,10 @@ class OverlappedAverage:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        gradients = [self.parameters[place].grad for place in bucket.places]
-        for view, gradient in zip(bucket.views, gradients, strict=True):
-            view.zero_() if gradient is None else view.copy_(gradient)
+        for view, place in zip(bucket.views, bucket.places, strict=True):
+            if not self._arrivals[place]:  # none in this backward, but perhaps in an earlier one of the step
+                gradient = self.parameters[place].grad
+                view.zero_() if gradient is None else view.copy_(gradient)
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     @torch.no_grad()
@@ -98,12 +103,13 @@ class OverlappedAverage:
         while self._next < len(self._buckets):
             self._send_next()
         # ranks must agree on which parameters have a gradient anywhere, and on which got more of it too late
-        facts = [[p.grad is not None for p in self.parameters], [arrivals > 1 for arrivals in self._arrivals]]
-        facts = torch.tensor(facts, dtype=torch.uint8, device=self._buckets[0].flat.device)
+        facts = bytearray([p.grad is not None for p in self.parameters] + [n > 1 for n in self._arrivals])
+        facts = torch.frombuffer(facts, dtype=torch.uint8).to(self._buckets[0].flat.device)
         agreed = dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         for work in [*(bucket.work for bucket in self._buckets), agreed]:
             work.wait()
-        used, late = facts.tolist()
+        facts = facts.tolist()
+        used, late = facts[: len(self.parameters)], facts[len(self.parameters) :]
         for bucket in self._buckets:
             for place, view in zip(bucket.places, bucket.views, strict=True):
                 parameter = self.parameters[place]

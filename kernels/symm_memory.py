@@ -9,7 +9,8 @@ so every peer has ended call k and its clears. Triton's interpreter has no assem
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from .words import INTERPRETED
+
 EMPTY = tl.constexpr(-1)
 GAVE_UP = tl.constexpr(1)
 

@@ -124,14 +124,18 @@ def assert_same(got, expected, what):
     """Equal bits; of NaNs the twin's are not canonical on a GPU, ours are."""
     assert got.shape == expected.shape and got.dtype == expected.dtype and got.is_contiguous(), what
     nan = got.isnan() & expected.isnan()
-    wrong = int((~nan & (bits(got) != bits(expected))).sum())
+    wrong = (~nan & (bits(got) != bits(expected))).sum()
+    strange = (nan & (bits(got) != CANONICAL_NAN[got.dtype])).sum()
+    wrong, strange = torch.stack([wrong, strange]).tolist()  # once: ranks on one GPU wait for their turns
     assert wrong == 0, f"{what}: {wrong} of {got.numel()} elements differ"
-    assert bool((bits(got)[nan] == CANONICAL_NAN[got.dtype]).all()), f"{what}: NaN bits"
+    assert strange == 0, f"{what}: {strange} NaN are not canonical"
 
 
 def twin(op, x, codec, sizes=None):
     """compressed.py in plain torch; codec none as its two algorithms sum, not as the process group does."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if op == "all_reduce" and x.numel() == 0:
+        return x.clone()
     if codec.name == "none" and (op != "all_reduce" or ranks > 2):
         parts = [None] * ranks
         dist.all_gather_object(parts, x.cpu())
@@ -282,17 +286,17 @@ def growth_under_capture():
     space = workspace(max_bytes=1 << 20)
     small = torch.ones(1000, dtype=torch.bfloat16, device=DEVICE)
     large = torch.ones(1 << 24, dtype=torch.bfloat16, device=DEVICE)
-    symm.all_reduce(small, space, "fp8")
+    symm.all_reduce(small, space, "none")
     torch.cuda.synchronize()
     text = "no error"
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        symm.all_reduce(small, space, "fp8")
+        symm.all_reduce(small, space, "none")
         try:
-            symm.all_reduce(large, space, "fp8")
+            symm.all_reduce(large, space, "none")
         except RuntimeError as error:
             text = str(error)
-    space.reserve(symm.inbox_bytes(1 << 24, space.ranks, "fp8"))
-    assert bool((symm.all_reduce(large, space, "fp8") == 2).all())
+    space.reserve(symm.inbox_bytes(1 << 24, space.ranks))
+    assert bool((symm.all_reduce(large, space, "none") == 2).all())
     return text
 
 

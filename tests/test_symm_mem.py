@@ -20,7 +20,7 @@ from hf_taco_scape.collectives import symm_mem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-PATIENT = 280 if INTERPRETED else 60  # seconds for a job
+PATIENT = 280 if INTERPRETED else 45  # seconds for a job
 HERE = pathlib.Path(__file__).parent
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -97,18 +97,18 @@ def test_a_thousand_calls_of_eight_ranks(ranks):
 
 @marked
 def test_the_number_of_calls_may_overflow(ranks):
-    assert set(ranks.run(2, jobs.counter_near_overflow, "fp8")) == {-(2**31) + 5}
+    assert set(ranks.run(2, jobs.counter_near_overflow, "fp8", timeout_s=PATIENT)) == {-(2**31) + 5}
 
 
 @marked
 def test_a_larger_message_grows_the_workspace(ranks):
-    assert ranks.run(2, jobs.growth) == [2, 2]
+    assert ranks.run(2, jobs.growth, timeout_s=PATIENT) == [2, 2]
 
 
 @needs_gpu
 @pytest.mark.gpu
 def test_why_not_finds_no_reason(ranks):
-    assert ranks.run(2, jobs.why_not_here) == [None, None]
+    assert ranks.run(2, jobs.why_not_here, timeout_s=PATIENT) == [None, None]
 
 
 def test_why_not_on_cpu(pool):
@@ -185,21 +185,21 @@ def test_room_for_every_collective(name, ranks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 3])
 def test_replays_of_a_cuda_graph_with_new_data(ranks, world):
-    ranks.run(world, jobs.graph_replays, "fp8", 60, timeout_s=100)
+    ranks.run(world, jobs.graph_replays, "fp8", 30, timeout_s=PATIENT)
 
 
 @needs_gpu
 @pytest.mark.gpu
 def test_growth_while_a_graph_is_captured_raises(ranks):
-    for text in ranks.run(2, jobs.growth_under_capture):
+    for text in ranks.run(2, jobs.growth_under_capture, timeout_s=PATIENT):
         assert "cannot grow while a CUDA graph is captured: call workspace.reserve(" in text
 
 
 @needs_gpu
 @pytest.mark.gpu
 def test_two_groups_on_two_streams_and_two_streams_of_one_group(ranks):
-    ranks.run(2, jobs.two_groups_on_two_streams, 20, timeout_s=100)
-    ranks.run(2, jobs.one_group_on_two_streams, 40, timeout_s=100)
+    ranks.run(2, jobs.two_groups_on_two_streams, 20, timeout_s=PATIENT)
+    ranks.run(2, jobs.one_group_on_two_streams, 40, timeout_s=PATIENT)
 
 
 @needs_gpu
@@ -216,7 +216,7 @@ def test_a_rank_that_does_not_come_is_an_error_not_a_hang():
 @needs_gpu
 @pytest.mark.gpu
 def test_sizes_do_not_lead_to_builds(ranks):
-    assert ranks.run(2, jobs.builds_by_size) == [0, 0]
+    assert ranks.run(2, jobs.builds_by_size, timeout_s=PATIENT) == [0, 0]
 
 
 @needs_gpu

@@ -14,7 +14,8 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 MASK_KINDS = {
     name: getattr(scape_mask, name.upper()).value for name in ("full", "range", "bitmask", "block256", "list")
 }
-WARPS = {scape_step.update_kernel: 8}  # of a program; 4 of all others
+# warps of a program, 4 of all others: recipes/bench_scape_kernels.py --sweep times them
+WARPS = {scape_step.update_kernel: 8}
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,15 @@ def alignment(tensors: list[torch.Tensor]) -> int:
 
 @dataclass
 class Mask:
-    """Bits of all tensors' masks, and the set bits before each tile (scape_tile.py)."""
+    """Bits of all tensors' masks, and the set bits before each tile and, in the tile, each word (scape_tile.py)."""
 
     bits: torch.Tensor  # int32 [tiles * WORDS]
     tile_start: torch.Tensor  # int64 [tiles]
+    word_before: torch.Tensor  # int16 [tiles * WORDS]
+
+    @property
+    def all(self) -> list[torch.Tensor]:
+        return [self.bits, self.tile_start, self.word_before]
 
 
 @dataclass
@@ -90,7 +96,7 @@ class ScapeLaunch:
         self.device = self.entries[0].momentum.device
         self.numels = tuple(e.momentum.numel() for e in self.entries)
         self.tiles = tiles_of(self.numels, scape_tile.TILE.value, self.device)
-        alike = [(e.param.dtype, None if e.grad is None else e.grad.dtype) for e in self.entries]
+        alike = [(e.param.dtype, (e.param if e.grad is None else e.grad).dtype) for e in self.entries]
         self.groups = sorted(set(alike), key=str)
         rows = [
             self._row(e, first, self.groups.index(g))
@@ -128,21 +134,24 @@ class ScapeLaunch:
         _launch(kernel, self._everywhere, tensors, list(numbers), constants, warps)
 
     def _fill(self) -> None:
-        bits = torch.empty(self.tiles.count * scape_tile.WORDS.value, dtype=torch.int32, device=self.device)
+        words = self.tiles.count * scape_tile.WORDS.value
+        bits = torch.empty(words, dtype=torch.int32, device=self.device)
+        word_before = torch.empty(words, dtype=torch.int16, device=self.device)
         counts = torch.empty(self.tiles.count, dtype=torch.int32, device=self.device)
         self._fill_tiles(scape_mask.fill_kernel, [bits, counts], TILES=8)
-        kinds = {e.mask[0] for e in self.entries}
+        for entry, first in zip(self.entries, self.tiles.first, strict=True):
+            kind, data, k = entry.mask
+            if kind == "list":
+                grid, constants = (-(-k // 1024), 1), {"LANES": 1024}
+                _launch(scape_mask.scatter_list_kernel, grid, [data, bits], [first, k], constants, 4)
+        kinds = {entry.mask[0] for entry in self.entries}
         if "list" in kinds:
-            for entry, first in zip(self.entries, self.tiles.first, strict=True):
-                kind, data, k = entry.mask
-                if kind == "list":
-                    grid, constants = (-(-k // 1024), 1), {"LANES": 1024}
-                    _launch(scape_mask.scatter_list_kernel, grid, [data, bits], [first, k], constants, 4)
-            self._fill_tiles(scape_mask.count_kernel, [bits, counts], TILES=8)
-        sums = counts.cumsum(0, dtype=torch.int64)
-        self.mask = Mask(bits, sums.sub_(counts))
+            self._fill_tiles(scape_mask.rank_kernel, [bits, counts, word_before], TILES=8)
+        tile_start = counts.cumsum(0, dtype=torch.int64).sub_(counts)
         if "block256" in kinds:
-            self._fill_tiles(scape_mask.scatter_blocks_kernel, [bits, self.mask.tile_start], TILES=4, LANES=64)
+            self._fill_tiles(scape_mask.scatter_blocks_kernel, [bits, tile_start], TILES=4, LANES=64)
+        self._fill_tiles(scape_mask.rank_kernel, [bits, counts, word_before], TILES=8)
+        self.mask = Mask(bits, tile_start, word_before)
 
     def _fill_tiles(self, kernel, tensors: list, **constants) -> None:
         grid, tensors = (-(-self.tiles.count // constants["TILES"]), 1), [self.table, self.tiles.tensor, *tensors]
@@ -153,13 +162,13 @@ class ScapeLaunch:
 
     def form(self, numbers: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> None:
         """residual <- c, values <- c on the mask; residual <- what was not sent, unless `keep`."""
-        tensors = [numbers, self.mask.bits, self._previous().bits, self.mask.tile_start, values]
+        tensors = [numbers, *self.mask.all, self._previous().bits, values]
         for group, (_, grad_dtype) in enumerate(self.groups):
             self._start(
                 scape_step.form_kernel,
                 [*tensors, numbers if scale is None else scale],
                 [group],
-                GRAD_TYPE=TYPES[grad_dtype or torch.float32],
+                GRAD_TYPE=TYPES[grad_dtype],
                 ALIGN=self.align,
                 SCALED=scale is not None,
                 PREVIOUS=self.previous is not None,
@@ -172,20 +181,20 @@ class ScapeLaunch:
 
     def owe(self, error: torch.Tensor, first: int, world: int) -> None:
         """residual += world * error for the places from `first` on among all values."""
-        tensors = [self.mask.bits, self.mask.tile_start, error]
+        tensors = [*self.mask.all, error]
         self._start(scape_step.owe_kernel, tensors, [first, first + error.numel(), float(world)])
 
     def norms(self, numbers: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """fp32 [entries]: the norm of each tensor's ghat."""
         squares = torch.empty(self.tiles.count, dtype=torch.float32, device=self.device)
         norms = torch.empty(len(self.entries), dtype=torch.float32, device=self.device)
-        self._start(scape_step.square_kernel, [numbers, self.mask.bits, self.mask.tile_start, values, squares])
+        self._start(scape_step.square_kernel, [numbers, *self.mask.all, values, squares])
         _launch(scape_step.norm_kernel, (len(norms), 1), [self.table, squares, norms], [], {"LANES": 1024}, 4)
         return norms
 
     def update(self, numbers: torch.Tensor, values: torch.Tensor, clip: torch.Tensor | None) -> None:
         """Parameters and momenta from mt in `values`; with `rows` in the entries, by row."""
-        tensors = [numbers, self.mask.bits, self._previous().bits, self.mask.tile_start, values]
+        tensors = [numbers, *self.mask.all, self._previous().bits, values]
         for group, (dtype, _) in enumerate(self.groups):
             self._start(
                 scape_step.update_kernel,
@@ -210,14 +219,19 @@ def table_row(module, columns: dict) -> list[int]:
 
 def numbers_of(groups: list[dict], ahead: int, device: torch.device) -> torch.Tensor:
     """fp32 [tensors, NUMBERS] from each tensor's lr, betas, eps, weight_decay and step, which `ahead` is added to."""
-    rows = []
+    known: dict[int, list[float]] = {}
     for group in groups:
-        (b1, b2), lr, step = group["betas"], float(group["lr"]), group["step"] + ahead
-        bias2, step_size = (1 - b2**step) ** 0.5, lr / (1 - b1**step)
-        row = [b1, 1 - b1, b2, 1 - b2, bias2, group["eps"], step_size, 1 - lr * group["weight_decay"]]
-        # torch divides by a number on CUDA by multiplying with its reciprocal, in fp32
-        rows.append([*row, *(float(torch.tensor(x, dtype=torch.float32).reciprocal()) for x in (1 - b1, bias2))])
-    return to_device(rows, torch.float32, device)
+        if id(group) not in known:
+            known[id(group)] = _numbers(group, ahead)
+    return to_device([known[id(group)] for group in groups], torch.float32, device)
+
+
+def _numbers(group: dict, ahead: int) -> list[float]:
+    (b1, b2), lr, step = group["betas"], float(group["lr"]), group["step"] + ahead
+    bias2, step_size = (1 - b2**step) ** 0.5, lr / (1 - b1**step)
+    row = [b1, 1 - b1, b2, 1 - b2, bias2, group["eps"], step_size, 1 - lr * group["weight_decay"]]
+    # torch divides by a number on CUDA by multiplying with its reciprocal, in fp32
+    return [*row, *(float(torch.tensor(x, dtype=torch.float32).reciprocal()) for x in (1 - b1, bias2))]
 
 
 def adams(params: list, grads: list, momenta: list, numbers: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .scape_tile import FIELDS, FIRST_TILE, MASK_DATA, MASK_K, MASK_KIND, NUMEL, TILE, WORDS, kernel
+from .scape_tile import FIELDS, FIRST_TILE, MASK_DATA, MASK_K, MASK_KIND, NUMEL, TILE, WORDS, kernel, population
 
 FULL = tl.constexpr(0)
 RANGE = tl.constexpr(1)  # MASK_K entries from MASK_DATA on, wrapping around
@@ -29,14 +29,6 @@ def _lowest(count):
     """Words with the lowest `count` bits set, none below 0, all from 32 on."""
     some = (1 << tl.maximum(tl.minimum(count, 31), 0).to(tl.int32)) - 1
     return tl.where(count >= 32, -1, some)
-
-
-@triton.jit
-def _population(word):
-    """Set bits of each word."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 63
 
 
 @triton.jit
@@ -71,7 +63,7 @@ def fill_kernel(table, tile_tensor, bits, counts, tiles: tl.int64, TILES: tl.con
         mask = (kind == BITMASK)[:, None] & there[:, None] & (at < size)
         packed |= tl.load(payload + at, mask=mask, other=0).to(tl.int32) << (8 * byte)
     word = tl.where((kind == FULL)[:, None], inside, tl.where((kind == RANGE)[:, None], between & inside, packed))
-    total = tl.sum(_population(word), 1)
+    total = tl.sum(population(word), 1)
     is_blocks = kind == BLOCK256
     total += tl.sum(_block_counts(_payload(row, there), start, numel, there & is_blocks), 1)
     tl.store(bits + tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :], word, mask=there[:, None])
@@ -116,9 +108,11 @@ def scatter_list_kernel(indices, bits, first_tile: tl.int64, k: tl.int64, LANES:
 
 
 @kernel
-def count_kernel(table, tile_tensor, bits, counts, tiles: tl.int64, TILES: tl.constexpr):
-    """counts of the tensors whose masks are lists, from their bits."""
+def rank_kernel(table, tile_tensor, bits, counts, word_before, tiles: tl.int64, TILES: tl.constexpr):
+    """word_before int16[tiles * WORDS]: set bits of the tile before each word; counts of all but block256."""
     tile, row, start, there = _locate(table, tile_tensor, tiles, TILES)
-    there = there & (tl.load(row + MASK_KIND, mask=there, other=0) == LIST)
-    at = bits + tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    tl.store(counts + tile, tl.sum(_population(tl.load(at, mask=there[:, None], other=0)), 1), mask=there)
+    at = tile[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    count = population(tl.load(bits + at, mask=there[:, None], other=0))
+    tl.store(word_before + at, (tl.cumsum(count, 1) - count).to(tl.int16), mask=there[:, None])
+    known = tl.load(row + MASK_KIND, mask=there, other=0) == BLOCK256
+    tl.store(counts + tile, tl.sum(count, 1), mask=there & (known == 0))

@@ -120,15 +120,17 @@ def _locate(table, tile_tensor):
 @triton.jit
 def _scan(row, mine, start, left, list_bits, list_place, tile_list, ALIGN: tl.constexpr, ASSEMBLY: tl.constexpr,
           TAIL: tl.constexpr):  # fmt: skip
-    e = tl.arange(0, TILE)
+    e = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     x = tl.multiple_of(tl.load(row + DATA).to(tl.pointer_type(tl.int32)), ALIGN) + start
     if TAIL:
         bits = tl.where(e < left, _magnitude(tl.load(x + e, mask=e < left, other=0)), -1)
     else:
         bits = _magnitude(tl.load(x + e))
     candidate = (bits >= tl.load(mine + LOW)).to(tl.int32)
-    place = tl.cumsum(candidate, 0) - candidate
-    found = tl.sum(candidate, 0)
+    # of four neighbours in one thread, then of all fours
+    fours = tl.sum(candidate, 1)
+    place = (tl.cumsum(fours, 0) - fours)[:, None] + (tl.cumsum(candidate, 1) - candidate)
+    found = tl.sum(fours, 0)
     before = tl.atomic_add(mine + LISTED, found, sem="relaxed")
     tile = tl.program_id(0).to(tl.int64)
     tl.store(tile_list + 2 * tile, before)
@@ -184,7 +186,7 @@ def histogram_kernel(table, state, list_bits, histogram, FIRST: tl.constexpr, LA
 
 @kernel
 def narrow_kernel(table, state, histogram, FIRST: tl.constexpr):
-    """The next range of program_id(0)'s tensor: one bin of the last, or, where the bracket missed, all that is left."""
+    """The next range of program_id(0)'s tensor: one bin of the last, or all that is left if the bracket missed."""
     tensor = tl.program_id(0).to(tl.int64)
     mine = state + tensor * STATES
     if tl.load(mine + DONE) == 0:

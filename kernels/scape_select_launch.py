@@ -14,6 +14,7 @@ SAMPLES, BINS = scape_select.SAMPLES.value, scape_select.BINS.value
 LIST_ROOM = 1 << 26  # entries of 6 bytes that are listed at a time; a larger tensor goes alone
 LARGEST_NUMEL = 2**31 - 1
 PASSES = 4  # 11 bits each: the bracket's, and 31 bits if it missed
+WARPS = {scape_select.scan_kernel: 8}  # of a program
 SLICES = 128  # programs of a tensor that share its list
 
 
@@ -76,8 +77,8 @@ def _select(choices: list[Choice]) -> None:
     histogram = torch.zeros(count, BINS, dtype=torch.int32, device=device)
     align, each, every = {"ALIGN": alignment([c.x for c in choices])}, (count, 1), (tiles.count, 1)
     _launch(scape_select.bracket_kernel, each, [table, state], [], {}, 16)
-    tensors = [table, tiles.tensor, state, listed, place, tile_list]
-    _launch(scape_select.scan_kernel, every, tensors, [], align | {"ASSEMBLY": device.type == "cuda"}, 8)
+    tensors, warps = [table, tiles.tensor, state, listed, place, tile_list], WARPS[scape_select.scan_kernel]
+    _launch(scape_select.scan_kernel, every, tensors, [], align | {"ASSEMBLY": device.type == "cuda"}, warps)
     for i in range(PASSES):
         first = {"FIRST": i == 0}
         tensors = [table, state, listed, histogram]

@@ -33,15 +33,16 @@ from .scape_tile import (
     STEP_SIZE,
     TILE,
     array,
-    bit_of,
+    entries,
     kernel,
     load_tile,
     locate,
-    mask_words,
-    near_bit,
+    near_mask,
+    on_mask,
     places,
     scatter,
     store_tile,
+    words_of,
 )
 
 
@@ -57,34 +58,36 @@ def _grad(row, start, e, left, GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, TAI
 
 
 @triton.jit
-def _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE: tl.constexpr,
+def _form(row, number, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE: tl.constexpr,
           ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr, ASSEMBLY: tl.constexpr,
           TAIL: tl.constexpr):  # fmt: skip
-    e = tl.arange(0, TILE)
+    e = entries()
     residual = array(row, RESIDUAL, tl.float32, ALIGN) + start
     momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
     fresh = _grad(row, start, e, left, GRAD_TYPE, ALIGN, TAIL)
     r = load_tile(residual, e, left, TAIL)
     if PREVIOUS:
-        m = tl.load(momentum + e, mask=(bit_of(mask_words(previous, e), e) != 0) & (e < left), other=0.0)
+        near = near_mask(words_of(previous), e)
+        m = tl.load(momentum + e, mask=near & (e < left) if TAIL else near, other=0.0)
     else:
         m = load_tile(momentum, e, left, TAIL)
     if SCALED:
         fresh = fresh * tl.load(scale)
     fresh = fresh * tl.load(number + REST1)
     c = r + tl.fma(m, tl.broadcast_to(tl.load(number + BETA1), m.shape), fresh)
-    bit = bit_of(mask_words(bits, e), e)
+    words = words_of(bits)
+    on = on_mask(words, e)
     sent = c.to(values.dtype.element_ty)
-    scatter(values + places(tile_start, bit), sent, bit != 0, ASSEMBLY)
+    scatter(values + places(tile_start, word_before, words, e), sent, on, ASSEMBLY)
     unsent = tl.zeros_like(c)
     if values.dtype.element_ty != tl.float32:
         unsent = c - sent.to(tl.float32)
     whole = tl.load(row + KEEP) != 0
-    store_tile(residual, tl.where(whole | (bit == 0), c, unsent), e, left, TAIL)
+    store_tile(residual, tl.where(on & (whole == 0), unsent, c), e, left, TAIL)
 
 
 @kernel
-def form_kernel(table, tile_tensor, numbers, bits, previous, tile_start, values, scale, group: tl.int32,
+def form_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, previous, values, scale, group: tl.int32,
                 GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr,
                 ASSEMBLY: tl.constexpr):  # fmt: skip
     """c = b1*m + (1-b1)*scale*g + r; values <- c on the mask; residual <- what was not sent of c, or c if KEEP.
@@ -95,11 +98,11 @@ def form_kernel(table, tile_tensor, numbers, bits, previous, tile_start, values,
     number = numbers + tensor * NUMBERS
     if tl.load(row + GROUP) == group:
         if left == TILE:
-            _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE, ALIGN, SCALED,
-                  PREVIOUS, ASSEMBLY, False)  # fmt: skip
+            _form(row, number, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE, ALIGN,
+                  SCALED, PREVIOUS, ASSEMBLY, False)  # fmt: skip
         else:
-            _form(row, number, start, left, bits, previous, tile_start, values, scale, GRAD_TYPE, ALIGN, SCALED,
-                  PREVIOUS, ASSEMBLY, True)  # fmt: skip
+            _form(row, number, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE, ALIGN,
+                  SCALED, PREVIOUS, ASSEMBLY, True)  # fmt: skip
 
 
 @kernel
@@ -107,10 +110,10 @@ def keep_unsent_kernel(table, tile_tensor, bits, values):
     """The residual of tensors with KEEP <- what rounding to `values`' type drops on the mask (zeros for fp32)."""
     tensor, row, start, left = locate(table, tile_tensor)
     if tl.load(row + KEEP) != 0:
-        e = tl.arange(0, TILE)
-        on = bit_of(mask_words(bits, e), e) != 0
+        e = entries()
+        on = on_mask(words_of(bits), e)
         residual = array(row, RESIDUAL, tl.float32, 4) + start
-        unsent = tl.zeros([TILE], tl.float32)
+        unsent = tl.zeros(e.shape, tl.float32)
         if values.dtype.element_ty != tl.float32:
             c = tl.load(residual + e, mask=on, other=0.0)
             unsent = c - c.to(values.dtype.element_ty).to(tl.float32)
@@ -118,13 +121,15 @@ def keep_unsent_kernel(table, tile_tensor, bits, values):
 
 
 @kernel
-def owe_kernel(table, tile_tensor, bits, tile_start, error, first: tl.int64, last: tl.int64, world: tl.float32):
+def owe_kernel(
+    table, tile_tensor, bits, tile_start, word_before, error, first: tl.int64, last: tl.int64, world: tl.float32
+):
     """residual += world * error[place - first] on the mask, for the places from `first` up to `last`."""
     tensor, row, start, left = locate(table, tile_tensor)
-    e = tl.arange(0, TILE)
-    bit = bit_of(mask_words(bits, e), e)
-    place = places(tile_start, bit)
-    on = (bit != 0) & (place >= first) & (place < last)
+    e = entries()
+    words = words_of(bits)
+    place = places(tile_start, word_before, words, e)
+    on = on_mask(words, e) & (place >= first) & (place < last)
     residual = array(row, RESIDUAL, tl.float32, 4) + start
     owed = tl.load(error + (place - first), mask=on, other=0.0) * world
     tl.store(residual + e, tl.load(residual + e, mask=on, other=0.0) + owed, mask=on)
@@ -137,15 +142,16 @@ def _decoded(mean, m, number):
 
 
 @kernel
-def square_kernel(table, tile_tensor, numbers, bits, tile_start, values, squares):
+def square_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, values, squares):
     """squares[tile] <- sum of ghat^2 over the tile's entries on the mask."""
     tensor, row, start, left = locate(table, tile_tensor)
-    e = tl.arange(0, TILE)
-    bit = bit_of(mask_words(bits, e), e)
-    mean = tl.load(values + places(tile_start, bit), mask=bit != 0, other=0.0).to(tl.float32)
-    m = tl.load(array(row, MOMENTUM, tl.float32, 4) + start + e, mask=bit != 0, other=0.0)
+    e = entries()
+    words = words_of(bits)
+    on = on_mask(words, e)
+    mean = tl.load(values + places(tile_start, word_before, words, e), mask=on, other=0.0).to(tl.float32)
+    m = tl.load(array(row, MOMENTUM, tl.float32, 4) + start + e, mask=on, other=0.0)
     ghat = _decoded(mean, m, numbers + tensor * NUMBERS)
-    tl.store(squares + tl.program_id(0), tl.sum(ghat * ghat, 0))
+    tl.store(squares + tl.program_id(0), tl.sum(tl.sum(ghat * ghat, 1), 0))
 
 
 @kernel
@@ -165,30 +171,37 @@ def norm_kernel(table, squares, norms, LANES: tl.constexpr):
 @triton.jit
 def _row_moment(row, start, e, on):
     """The second moment of each entry's output row."""
-    stride, count = tl.load(row + ROW_STRIDE), tl.load(row + ROW_COUNT)
-    # 64 bits for the tile's first entry, 32 for the distance from it
-    ahead = ((start % stride).to(tl.int32) + e) // stride.to(tl.int32)
-    index = ((start // stride % count).to(tl.int32) + ahead) % count.to(tl.int32)
+    stride, count = tl.load(row + ROW_STRIDE), tl.load(row + ROW_COUNT).to(tl.int32)
+    # 64 bits for the tile's first entry, 32 for the distance from it; divisions only where rows are short
+    ahead, rest = e, (start % stride).to(tl.int32)
+    if stride >= TILE:
+        ahead = (rest + e >= stride).to(tl.int32)
+    elif stride > 1:
+        ahead = (rest + e) // stride.to(tl.int32)
+    index = (start // stride % count).to(tl.int32) + ahead
+    if (stride >= TILE) | (count >= TILE):
+        index = tl.where(index >= count, index - count, index)
+    else:
+        index = index % count
     return tl.load(array(row, ROWS, tl.float32, 4) + index, mask=on, other=0.0)
 
 
 @triton.jit
-def _update(row, number, start, left, bits, previous, tile_start, values, clip, TYPE: tl.constexpr,
+def _update(row, number, start, left, bits, tile_start, word_before, previous, values, clip, TYPE: tl.constexpr,
             ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr, PREVIOUS: tl.constexpr,
             TAIL: tl.constexpr):  # fmt: skip
-    e = tl.arange(0, TILE)
+    e = entries()
     param = array(row, PARAM, TYPE, ALIGN) + start
     momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
     p = load_tile(param, e, left, TAIL)
-    words = mask_words(bits, e)
-    bit = bit_of(words, e)
-    on = bit != 0
-    mean = tl.load(values + places(tile_start, bit), mask=on, other=0.0).to(tl.float32)
+    words = words_of(bits)
+    on = on_mask(words, e)
+    mean = tl.load(values + places(tile_start, word_before, words, e), mask=on, other=0.0).to(tl.float32)
+    near = near_mask(words, e)
     if PREVIOUS:
-        before = mask_words(previous, e)
-        m = tl.load(momentum + e, mask=on & (bit_of(before, e) != 0), other=0.0)
-    else:
-        m = tl.load(momentum + e, mask=on, other=0.0)
+        before = words_of(previous)
+        near = near & near_mask(before, e)
+    m = tl.load(momentum + e, mask=near & (e < left) if TAIL else near, other=0.0)
     ghat = _decoded(mean, m, number)
     beta1, rest1 = tl.load(number + BETA1), tl.load(number + REST1)
     if CLIPPED:
@@ -200,21 +213,23 @@ def _update(row, number, start, left, bits, previous, tile_start, values, clip, 
         v = _row_moment(row, start, e, on)
     else:
         v = tl.fma(ghat * tl.load(number + REST2), ghat, m * m * tl.load(number + BETA2))
-    denominator = tl.sqrt_rn(v) * tl.load(number + INVERSE_BIAS2) + tl.load(number + EPS)
-    update = tl.div_rn(mean, denominator) * tl.load(number + STEP_SIZE)
+    # to two units in the last place, as what is subtracted from p needs no more: exact ones take longer than p's bytes
+    denominator = tl.sqrt(v) * tl.load(number + INVERSE_BIAS2) + tl.load(number + EPS)
+    update = mean / denominator * tl.load(number + STEP_SIZE)
     decayed = (p.to(tl.float32) * tl.load(number + DECAY)).to(TYPE)
     moved = (decayed.to(tl.float32) - update).to(TYPE)
     store_tile(param, tl.where(on, moved, decayed), e, left, TAIL)
     mean = tl.where(on, mean, 0.0)
     if PREVIOUS:
         # whole sectors: a part of one would have to be read first
-        tl.store(momentum + e, mean, mask=near_bit(words | before, e) & (e < left))
+        near = near_mask(words | before, e)
+        tl.store(momentum + e, mean, mask=near & (e < left) if TAIL else near)
     else:
         store_tile(momentum, mean, e, left, TAIL)
 
 
 @kernel
-def update_kernel(table, tile_tensor, numbers, bits, previous, tile_start, values, clip, group: tl.int32,
+def update_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, previous, values, clip, group: tl.int32,
                   TYPE: tl.constexpr, ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr,
                   PREVIOUS: tl.constexpr):  # fmt: skip
     """SCAPE's update of parameters and momenta from mt in `values`; off the mask p only decays and m becomes 0.
@@ -225,17 +240,17 @@ def update_kernel(table, tile_tensor, numbers, bits, previous, tile_start, value
     number = numbers + tensor * NUMBERS
     if tl.load(row + GROUP) == group:
         if left == TILE:
-            _update(row, number, start, left, bits, previous, tile_start, values, clip, TYPE, ALIGN, CLIPPED, BY_ROW,
-                    PREVIOUS, False)  # fmt: skip
+            _update(row, number, start, left, bits, tile_start, word_before, previous, values, clip, TYPE, ALIGN,
+                    CLIPPED, BY_ROW, PREVIOUS, False)  # fmt: skip
         else:
-            _update(row, number, start, left, bits, previous, tile_start, values, clip, TYPE, ALIGN, CLIPPED, BY_ROW,
-                    PREVIOUS, True)  # fmt: skip
+            _update(row, number, start, left, bits, tile_start, word_before, previous, values, clip, TYPE, ALIGN,
+                    CLIPPED, BY_ROW, PREVIOUS, True)  # fmt: skip
 
 
 @triton.jit
 def _adams(row, number, start, left, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr,
            TAIL: tl.constexpr):  # fmt: skip
-    e = tl.arange(0, TILE)
+    e = entries()
     param = array(row, PARAM, TYPE, ALIGN) + start
     momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
     g = _grad(row, start, e, left, GRAD_TYPE, ALIGN, TAIL)

@@ -1,6 +1,7 @@
 """Times SCAPE's kernels against their torch twins and torch's fused AdamW, part by part, on one GPU.
 
     python recipes/bench_scape_kernels.py                       GPT-2 (124M) and Qwen3-1.7B, density 0.1 and 0.01
+    python recipes/bench_scape_kernels.py --sweep               warps a program of the largest kernels, for WARPS
 
 Everything is fp32 and on one rank, which owns every mask: on W ranks each selects about a W-th of that ("select, 1 of
 8"). A time is between CUDA events, with the launches queued beforehand; "host" is the time to launch. Share of the
@@ -54,6 +55,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--densities", nargs="+", type=float, default=[0.1, 0.01])
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step on a GPU, for the share of a step")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="print every kernel's time in a step")
+    parser.add_argument("--sweep", action="store_true", help="print times by warps, write no rows")
     parser.add_argument("--results", type=Path, default=RESULTS, help="CSV file that the rows are appended to")
     return parser.parse_args()
 
@@ -198,6 +201,43 @@ def matmul_flops(shapes: list[tuple[int, int]], tokens: int) -> float:
     return 2e6 * tokens * rows * columns / float(event_microseconds(lambda i: x @ weight.T, 10).median())
 
 
+def print_profile(steps: Steps, title: str) -> None:
+    """Milliseconds a step of every kernel on the device."""
+    count = 3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(count):
+            steps.run(Timeline())
+        torch.cuda.synchronize()
+    print(f"-- kernels of a step, ms: {title}")
+    for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:24]:
+        ms = event.self_device_time_total / 1e3 / count
+        if ms > 0.002 and "spin" not in event.key:
+            print(f"{ms:9.3f} {event.count / count:7.1f} calls  {event.key[:90]}")
+
+
+def sweep(name: str, args: argparse.Namespace) -> None:
+    """Print the times of the parts by the warps of their kernels."""
+    from hf_taco_scape.kernels import scape_launch, scape_select, scape_select_launch, scape_step
+
+    kernels = [
+        ("form+pack", scape_launch.WARPS, scape_step.form_kernel),
+        ("update", scape_launch.WARPS, scape_step.update_kernel),
+        ("select", scape_select_launch.WARPS, scape_select.scan_kernel),
+    ]
+    slots = make_slots(MODELS[name]())
+    for density in args.densities:
+        for part, table, kernel in kernels:
+            before, found = table.get(kernel, 4), []
+            for warps in (2, 4, 8, 16):
+                table[kernel] = warps
+                steps, line = Steps(slots, density), Timeline()
+                for _ in range(6):
+                    steps.run(line)
+                found.append(f"{warps}: {float(line.milliseconds(3)[part].median()):.3f}")
+            table[kernel] = before
+            print(f"{name}, density {density}, {part}, ms by warps  {'  '.join(found)}", flush=True)
+
+
 def rivals(slots: list[Slot], repeats: int) -> dict[tuple[str, str], torch.Tensor]:
     """(part, provider) -> ms of dense steps on the same parameters and gradients."""
     params = [s.param for s in slots]
@@ -253,6 +293,8 @@ def measure(name: str, args: argparse.Namespace, copy: float) -> list[dict]:
         whole = times["form+pack"] + times[f"select, 1 of {RANKS}"] + times["update"]
         traffic = sum(steps.traffic(part) for part in ("form+pack", f"select, 1 of {RANKS}", "update"))
         add(f"step, 1 of {RANKS}", "triton", whole, traffic, {"density": density})
+        if args.profile:
+            print_profile(steps, f"{name}, density {density}")
         twin = Timeline()
         with torch_twins():
             for _ in range(3):
@@ -286,6 +328,9 @@ def main() -> None:
     args = parse_arguments()
     copy = copy_gbs()
     for name in args.models:
+        if args.sweep:
+            sweep(name, args)
+            continue
         rows = measure(name, args, copy)
         show(rows)
         append_rows(rows, args.results)

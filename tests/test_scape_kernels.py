@@ -17,7 +17,7 @@ from hf_taco_scape.sync.device import torch_twins
 from hf_taco_scape.sync.mask import CyclicMask, EncodedMask, FullMask, RandomMask, mask_seed, select_topk
 from hf_taco_scape.sync.side_lane import SideLane
 from hf_taco_scape.sync.slot import Slot
-from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, sparse_update_
+from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, row_square_sums, sparse_update_
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -239,11 +239,7 @@ def test_every_part_of_a_step(which, variant):
     if values_dtype == torch.float32:
         for i, norm in enumerate(step.norms()):
             assert torch.isclose(norm, expected[i][3], rtol=1e-6)
-    for slot in case.slots:
-        slot.group["step"] += 1
-        slot.group["step"] -= 1  # the twin above took the group's step as it is
-    step._updated = True
-    step.update(clip)
+    step.update(clip)  # with the groups' step as it is, as the twin's above
     for i, slot in enumerate(case.slots):
         *_, p, m = expected[i]
         rounding = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
@@ -276,6 +272,21 @@ def test_rounding_of_the_mean_is_owed_to_the_right_entries():
     for i, (slot, owed) in enumerate(zip(case.slots, all_owed.split(case.k), strict=True)):
         case.masks[i].resolve(DEVICE).put_(dense := torch.zeros_like(slot.momentum), owed[case.order(i)])
         assert torch.equal(slot.state["residual"].view(-1), before[i].view(-1) + dense)
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_row_sums_equal_the_twin(dims, dtype):
+    slots = []
+    for i, shape in enumerate([(61, 67), (1, 1), (5, 700), (129, 2)]):
+        p = torch.nn.Parameter(normal(shape[0] * shape[1], i, dtype).view(shape))
+        p.grad = None if i == 1 else normal(p.numel(), 9 + i, dtype).view(shape)
+        state = {"momentum": torch.zeros(shape, device=DEVICE), "residual": torch.zeros(shape, device=DEVICE)}
+        slots.append(Slot(i, p, HYPER | {"step": 1}, state, TensorLayout(row_dims=dims), True))
+    for scale in (None, torch.tensor(0.3, device=DEVICE)):
+        for slot, sums in zip(slots, device.square_sums(slots, scale), strict=True):
+            expected = row_square_sums(slot.param.grad, slot.state["momentum"], dims, scale)
+            assert sums.shape == expected.shape and torch.allclose(sums, expected, rtol=2e-6, atol=0)
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------

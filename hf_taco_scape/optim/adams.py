@@ -77,6 +77,11 @@ def adams_update_(
     hyperparameters = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if _kernels is not None and _kernels(params, grads, momenta, **hyperparameters):
         return
+    for chunk in chunks(list(zip(params, grads, momenta, strict=True)), lambda tensors: tensors[0].numel()):
+        _update_chunk(*map(list, zip(*chunk, strict=True)), **hyperparameters)
+
+
+def _update_chunk(params, grads, momenta, *, step, lr, betas, eps, weight_decay) -> None:
     b1, b2 = betas
     v = torch._foreach_mul(momenta, momenta)
     torch._foreach_mul_(v, b2)
@@ -170,17 +175,16 @@ class AdamS(Optimizer):
                 state["step"] += 1
                 alike[p.device, p.dtype, p.grad.dtype, state["step"]].append(p)
             for (_, _, _, step), params in alike.items():
-                for chunk in chunks(params):
-                    adams_update_(
-                        chunk,
-                        [p.grad for p in chunk],
-                        [self.state[p]["momentum"] for p in chunk],
-                        step=step,
-                        lr=float(group["lr"]),
-                        betas=group["betas"],
-                        eps=group["eps"],
-                        weight_decay=group["weight_decay"],
-                    )
+                adams_update_(
+                    params,
+                    [p.grad for p in params],
+                    [self.state[p]["momentum"] for p in params],
+                    step=step,
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
         return loss
 
     def load_state_dict(self, state_dict: dict) -> None:

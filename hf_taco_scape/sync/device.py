@@ -143,6 +143,29 @@ def _kernel_rows(slot: Slot) -> tuple[torch.Tensor, int, int]:
     return slot.state["second_moment"], shape[max(dims) + 1 :].numel(), torch.Size(row_shape(shape, dims)).numel()
 
 
+def square_sums(slots: list[Slot], scale: torch.Tensor | None) -> list[torch.Tensor] | None:
+    """`row_square_sums` of the sparse slots as one launch; None where its twin runs."""
+    grads = [slot.grad for slot in slots]
+    dtypes = {grad.dtype for grad in grads if grad is not None}
+    plain = all(_fits(slot) and _rows_are_plain(slot) for slot in slots)
+    if not (plain and _on_kernels(slots[0].param.device) and len(dtypes) == 1 and dtypes <= set(FLOATS)):
+        return None
+    from hf_taco_scape.kernels.scape_rows_launch import Rows, square_sums
+
+    rows = [
+        Rows(grad, slot.rows, slot.numel // slot.rows, 0 not in slot.layout.row_dims)
+        for slot, grad in zip(slots, grads, strict=True)
+    ]
+    sums = square_sums(rows, scale, dtypes.pop(), slots[0].param.device)
+    return list(sums.split([slot.rows for slot in slots]))
+
+
+def _rows_are_plain(slot: Slot) -> bool:
+    """Whether a row is neighbours, or every `rows`-th entry."""
+    dims = slot.layout.row_dims
+    return 0 in dims or max(dims) == slot.param.dim() - 1
+
+
 def select_encoded(tensors: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
     """EncodedMask payloads of the k largest |x| of each (x, k), as `select_topk`; flat fp32 on one CUDA device."""
     from hf_taco_scape.kernels.scape_select_launch import Choice, select

@@ -6,6 +6,8 @@ meanwhile each owner selects the next step's masks from its own c (side stream, 
 finish    the masks are sent; they arrive during the next forward and are used in the next step
 """
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
 
@@ -178,21 +180,21 @@ class GradSync:
         return payloads
 
     def _pack_exact(self, scale: torch.Tensor | None, local: list[torch.Tensor]) -> None:
-        parts = []
-        for slot in self._averaged_here:
-            part = torch.zeros_like(slot.momentum) if slot.grad is None else slot.grad
-            parts.append(part if scale is None else part.to(self.state_dtype) * scale)
+        grads = [(slot, slot.grad) for slot in self._averaged_here]
+        parts = [torch.zeros_like(slot.momentum) if grad is None else grad for slot, grad in grads]
+        if scale is not None and parts:
+            parts = list(torch._foreach_mul([part.to(self.state_dtype) for part in parts], scale))
         if self.rows:
             parts += self._row_means(scale)
         parts += [value.view(1) for value in local]
-        for out, part in zip(self._message.exact.split([p.numel() for p in parts]), parts, strict=True):
-            out.copy_(part)
+        if parts:
+            torch._foreach_copy_(list(self._message.exact.split([p.numel() for p in parts])), parts)
 
     def _row_means(self, scale: torch.Tensor | None) -> list[torch.Tensor]:
-        sums = [
-            row_square_sums(s.param.grad, s.state["momentum"], s.layout.row_dims, scale).to(self.state_dtype)
-            for s in self.sparse
+        sums = devices.square_sums(self.sparse, scale) or [
+            row_square_sums(s.param.grad, s.state["momentum"], s.layout.row_dims, scale) for s in self.sparse
         ]
+        sums = [total.to(self.state_dtype) for total in sums]
         split = [i for i, slot in enumerate(self.sparse) if self._row_is_split(slot)]
         if split:
             joined = torch.cat([sums[i] for i in split])
@@ -205,9 +207,13 @@ class GradSync:
         sizes = [s.numel for s in self._averaged_here] + [s.rows for s in self.sparse if self.rows]
         *parts, local = self._message.exact.split([*sizes, 2 if has_local else 0])
         self._dense_means = {s.index: part for s, part in zip(self._averaged_here, parts, strict=False)}
+        by_b2: dict[float, list] = defaultdict(list)
         for slot, mean in zip(self.sparse, parts[len(self._averaged_here) :], strict=self.rows):
-            b2 = slot.group["betas"][1]
-            slot.state["second_moment"].mul_(b2).add_(mean, alpha=1 - b2)
+            by_b2[slot.group["betas"][1]].append((slot.state["second_moment"], mean))
+        for b2, pairs in by_b2.items():
+            moments, means = map(list, zip(*pairs, strict=True))
+            torch._foreach_mul_(moments, b2)
+            torch._foreach_add_(moments, means, alpha=1 - b2)
         if has_local:
             self.norm, self.clipped = local.clone()
 

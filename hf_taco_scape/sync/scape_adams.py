@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hf_taco_scape.collectives.meter import ByteMeter
 from hf_taco_scape.collectives.sparse import group_size
-from hf_taco_scape.optim.adams import adams_update_, check_hyperparameters, chunks, load_state_uncast, state_dtype
+from hf_taco_scape.optim.adams import adams_update_, check_hyperparameters, load_state_uncast, state_dtype
 from hf_taco_scape.sync.amp import share_found_inf, unscale_and_share
 from hf_taco_scape.sync.density import DensitySchedule
 from hf_taco_scape.sync.grad_sync import GradSync
@@ -302,19 +302,12 @@ class ScapeAdamS(Optimizer):
         for slot in engine.dense:
             alike[id(slot.group), slot.param.dtype].append(slot)
         for slots in alike.values():
-            for chunk in chunks(slots, lambda slot: slot.numel):
-                adams_update_(
-                    [s.param for s in chunk],
-                    [self._dense_grad(s) for s in chunk],
-                    [s.state["momentum"] for s in chunk],
-                    **_hyperparameters(chunk[0].group),
-                )
+            momenta = [s.state["momentum"] for s in slots]
+            grads = [engine.dense_mean(s).view(s.param.shape).to(m.dtype) for s, m in zip(slots, momenta, strict=True)]
+            if engine.coefficient is not None:
+                grads = list(torch._foreach_mul(grads, engine.coefficient.to(momenta[0].dtype)))
+            adams_update_([s.param for s in slots], grads, momenta, **_hyperparameters(slots[0].group))
         engine.finish()
-
-    def _dense_grad(self, slot: Slot) -> torch.Tensor:
-        grad = self._engine.dense_mean(slot).view(slot.param.shape).to(slot.state["momentum"].dtype)
-        clip = self._engine.coefficient
-        return grad if clip is None else grad * clip.to(grad.dtype)
 
     # -- checkpoints and figures -------------------------------------------------------------------------------
 

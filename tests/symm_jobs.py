@@ -4,6 +4,7 @@ import os
 import random
 import sys
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -224,17 +225,26 @@ def counter_near_overflow(name):
 
 def growth():
     """Small, then larger messages: the workspace grows between calls, the old inbox is kept."""
-    symm_workspace.MEBIBYTE = 4096
-    rank, space = dist.get_rank(), workspace()
-    for numel in (500, 9000, 2000):
-        x = data((numel,), torch.float32, rank + numel)
-        codec = get_codec("none")
-        assert_same(run("all_reduce", space, x, codec), twin("all_reduce", x, codec), str(numel))
-    return len(space._memory)
+    with mock.patch.object(symm_workspace, "MEBIBYTE", 4096):
+        rank, space = dist.get_rank(), workspace()
+        for numel in (500, 9000, 2000):
+            x = data((numel,), torch.float32, rank + numel)
+            codec = get_codec("none")
+            assert_same(run("all_reduce", space, x, codec), twin("all_reduce", x, codec), str(numel))
+        return len(space._memory)
 
 
 def why_not_on_cpu():
     return symm.why_not(None, torch.device("cpu"))
+
+
+def why_not_after_another_group():
+    names = {dist.group.WORLD.group_name: (0, 1, 2)} if dist.get_rank() == 0 else {}
+    with (
+        mock.patch.object(symm_workspace, "_alone", lambda device: None),
+        mock.patch.object(symm_workspace, "_MEMBERS", names),
+    ):
+        return symm.why_not(None, torch.device("cpu"))
 
 
 def why_not_here():
@@ -245,11 +255,12 @@ def why_not_here():
 
 def why_not_with_one_odd_rank():
     """Rank 1 lacks something: both answer the same."""
-    if dist.get_rank() == 1:
-        symm_workspace._alone = lambda device: "no symmetric memory in this torch"
-    else:
-        symm_workspace._alone = lambda device: None
-    return symm.why_not(None, torch.device("cpu"))
+    reason = "no symmetric memory in this torch" if dist.get_rank() == 1 else None
+    with (
+        mock.patch.object(symm_workspace, "_alone", lambda device: reason),
+        mock.patch.object(symm_workspace, "_MEMBERS", {}),
+    ):
+        return symm.why_not(None, torch.device("cpu"))
 
 
 def graph_replays(name, replays):

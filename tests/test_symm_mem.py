@@ -119,6 +119,11 @@ def test_why_not_is_agreed(pool):
     assert pool.run(2, jobs.why_not_with_one_odd_rank) == ["rank 1: no symmetric memory in this torch"] * 2
 
 
+def test_a_group_whose_name_had_other_ranks_is_refused(pool):
+    reason = "rank 0: this process had a group of the same name with ranks [0, 1, 2], not [0, 1]: start a new process"
+    assert pool.run(2, jobs.why_not_after_another_group) == [reason] * 2
+
+
 class _Alone:
     """Stands for a workspace where nothing is sent."""
 

@@ -15,6 +15,7 @@ from ..kernels.symm_format import Inbox
 from .transport import group_ranks
 
 MEBIBYTE = 2**20
+_MEMBERS: dict[str, tuple[int, ...]] = {}  # name of a group -> ranks that it had here first
 PATIENCE_S = 600.0  # torch.distributed waits as long: a peer may write a checkpoint meanwhile
 
 
@@ -155,7 +156,7 @@ def why_not(group, device: torch.device) -> str | None:
     All ranks return the same: any of them that cannot start sends all to torch.distributed.
     """
     device = torch.device(device)
-    reason = _alone(device)
+    reason = _alone(device) or _remembered(group)
     facts = None if reason else _machine(device)
     everybody = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, (reason, facts), group=group)
@@ -182,6 +183,18 @@ def _alone(device: torch.device) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def _remembered(group) -> str | None:
+    """torch keeps the ranks of a group's name for good; with others under that name a rendezvous would not end."""
+    group = group or dist.group.WORLD
+    members = tuple(dist.get_process_group_ranks(group))
+    first = _MEMBERS.setdefault(group.group_name, members)
+    if first == members:
+        return None
+    return (
+        f"this process had a group of the same name with ranks {list(first)}, not {list(members)}: start a new process"
+    )
 
 
 def _machine(device: torch.device) -> tuple[str, str]:

@@ -35,6 +35,32 @@ def summarise(lines: list[dict]) -> str:
     return "\n".join([*out, f"{len(lines)} lines, {unfinished} of runs that were cut"])
 
 
+def rows_of(lines: list[dict]) -> list[dict]:
+    """Rows of results.csv, one a run: x is the steps taken, p50 the last validation loss."""
+    rows = []
+    for line in lines:
+        config = line["config"]
+        start = "trained" if config["start"] else "random"
+        kept = {name: value for name, value in config.items() if name not in ("model", "size", "label")}
+        figures = {name: line[name] for name in ("val", "finished", "parameters", "seconds", "figures")}
+        rows.append(
+            {
+                "bench": "scape_study",
+                "case": f"{config['model']}-{config['size']} {start}",
+                "provider": f"{config['label']} density {config['density']:g}",
+                "metric": "validation_loss",
+                "unit": "nats",
+                "x": line["steps_done"],
+                **dict.fromkeys(("p50", "p20", "p80"), round(line["final"], 5)),
+                "ranks": config["ranks"],
+                "link": "none (simulated ranks)",
+                "device": line["device"],
+                "config": kept | figures,
+            }
+        )
+    return rows
+
+
 def _loss(line: dict) -> float:
     return line["final"] if line["final"] == line["final"] else float("inf")
 

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_taco_scape.sync import DensitySchedule
+from results import append_rows
 from scape_flat import FlatAdam, FlatNaive, FlatScape
 from scape_lowrank import low_ranks
 from scape_masks import FlushedSchedule
 from scape_models import RankGradients, flatten, reference_model
 from scape_presets import BASE, PRESETS
-from scape_summary import summarise
+from scape_summary import rows_of, summarise
 
 VOCABULARY = 256
 BLOCK = 8192
@@ -334,13 +335,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--summary", nargs="+", metavar="JSONL", help="print the table of these files, and nothing else"
     )
+    parser.add_argument("--results", type=pathlib.Path, help="with --summary: the CSV file to append the runs to")
     parser.add_argument("--seconds", type=float, default=math.inf, help="wall-clock limit")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="let inductor fuse a layer, if that is faster")
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.seconds
     if args.summary:
-        print(summarise([json.loads(line) for path in args.summary for line in open(path)]))
+        lines = [json.loads(line) for path in args.summary for line in open(path)]
+        print(summarise(lines))
+        if args.results:
+            append_rows(rows_of(lines), args.results)
         return
     if not args.text or not args.out or (args.preset is None) == (args.configs is None):
         parser.error("give --text, --out and one of --preset and --configs, or --summary")

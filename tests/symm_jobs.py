@@ -213,6 +213,14 @@ def back_to_back(name, numels, calls, seed=0):
     return (time.perf_counter() - start) / calls
 
 
+def without_clears():
+    """A mutant, in the interpreter only: nobody puts the sentinel back."""
+    from hf_taco_scape.kernels import symm_kernels
+
+    with mock.patch.object(symm_kernels, "clear", lambda *arguments: None):
+        back_to_back("fp8", [600, 700], 8)
+
+
 def counter_near_overflow(name):
     rank = dist.get_rank()
     space, codec = workspace(max_bytes=1 << 20), get_codec(name)

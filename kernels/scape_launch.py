@@ -192,18 +192,31 @@ class ScapeLaunch:
         _launch(scape_step.norm_kernel, (len(norms), 1), [self.table, squares, norms], [], {"LANES": 1024}, 4)
         return norms
 
-    def update(self, numbers: torch.Tensor, values: torch.Tensor, clip: torch.Tensor | None) -> None:
-        """Parameters and momenta from mt in `values`; with `rows` in the entries, by row."""
+    def update(
+        self,
+        numbers: torch.Tensor,
+        values: torch.Tensor,
+        clip: torch.Tensor | None,
+        columns: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Parameters and momenta from mt in `values`; with `rows` in the entries, by row.
+
+        columns: fp32, what each column's second moment is its row's times of, if factored.
+        """
+        addresses = numbers
+        if columns is not None:
+            addresses = to_device([[c.data_ptr()] for c in columns], torch.int64, self.device)
         tensors = [numbers, *self.mask.all, self._previous().bits, values]
         for group, (dtype, _) in enumerate(self.groups):
             self._start(
                 scape_step.update_kernel,
-                [*tensors, numbers if clip is None else clip],
+                [*tensors, numbers if clip is None else clip, addresses],
                 [group],
                 TYPE=TYPES[dtype],
                 ALIGN=self.align,
                 CLIPPED=clip is not None,
                 BY_ROW=self.entries[0].rows is not None,
+                FACTORED=columns is not None,
                 PREVIOUS=self.previous is not None,
             )
 

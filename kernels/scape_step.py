@@ -169,27 +169,38 @@ def norm_kernel(table, squares, norms, LANES: tl.constexpr):
 
 
 @triton.jit
-def _row_moment(row, start, e, on):
-    """The second moment of each entry's output row."""
+def _row_moment(row, columns, start, e, on, FACTORED: tl.constexpr):
+    """The second moment of each entry's output row, times its column's factor if FACTORED.
+
+    Entry i belongs to row i // stride % count and to column i // (stride * count) * stride + i % stride.
+    """
     stride, count = tl.load(row + ROW_STRIDE), tl.load(row + ROW_COUNT).to(tl.int32)
     # 64 bits for the tile's first entry, 32 for the distance from it; divisions only where rows are short
-    ahead, rest = e, (start % stride).to(tl.int32)
+    rest = (start % stride).to(tl.int32)
+    ahead = e
     if stride >= TILE:
         ahead = (rest + e >= stride).to(tl.int32)
     elif stride > 1:
         ahead = (rest + e) // stride.to(tl.int32)
     index = (start // stride % count).to(tl.int32) + ahead
     if (stride >= TILE) | (count >= TILE):
-        index = tl.where(index >= count, index - count, index)
+        round = (index >= count).to(tl.int32)
     else:
-        index = index % count
-    return tl.load(array(row, ROWS, tl.float32, 4) + index, mask=on, other=0.0)
+        round = index // count
+    index -= round * count
+    v = tl.load(array(row, ROWS, tl.float32, 4) + index, mask=on, other=0.0)
+    if FACTORED:
+        factors = tl.load(columns).to(tl.pointer_type(tl.float32))
+        within = rest + e - ahead * stride.to(tl.int32)
+        column = (start // (stride * count)).to(tl.int32) + round
+        v = v * tl.load(factors + (column * stride.to(tl.int32) + within), mask=on, other=0.0)
+    return v
 
 
 @triton.jit
-def _update(row, number, start, left, bits, tile_start, word_before, previous, values, clip, TYPE: tl.constexpr,
-            ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr, PREVIOUS: tl.constexpr,
-            TAIL: tl.constexpr):  # fmt: skip
+def _update(row, number, columns, start, left, bits, tile_start, word_before, previous, values, clip,
+            TYPE: tl.constexpr, ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr,
+            FACTORED: tl.constexpr, PREVIOUS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     e = entries()
     param = array(row, PARAM, TYPE, ALIGN) + start
     momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
@@ -210,7 +221,7 @@ def _update(row, number, start, left, bits, tile_start, word_before, previous, v
         # where nothing is clipped mt must not change, not even by the rounding of its reconstruction
         mean = tl.where(coefficient < 1, m * beta1 + ghat * rest1, mean)
     if BY_ROW:
-        v = _row_moment(row, start, e, on)
+        v = _row_moment(row, columns, start, e, on, FACTORED)
     else:
         v = tl.fma(ghat * tl.load(number + REST2), ghat, m * m * tl.load(number + BETA2))
     # to two units in the last place, as what is subtracted from p needs no more: exact ones take longer than p's bytes
@@ -229,22 +240,23 @@ def _update(row, number, start, left, bits, tile_start, word_before, previous, v
 
 
 @kernel
-def update_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, previous, values, clip, group: tl.int32,
-                  TYPE: tl.constexpr, ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr,
-                  PREVIOUS: tl.constexpr):  # fmt: skip
+def update_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, previous, values, clip, columns,
+                  group: tl.int32, TYPE: tl.constexpr, ALIGN: tl.constexpr, CLIPPED: tl.constexpr,
+                  BY_ROW: tl.constexpr, FACTORED: tl.constexpr, PREVIOUS: tl.constexpr):  # fmt: skip
     """SCAPE's update of parameters and momenta from mt in `values`; off the mask p only decays and m becomes 0.
 
-    Of the tensors in `group`, whose parameters have TYPE.
+    Of the tensors in `group`, whose parameters have TYPE. columns: with FACTORED, int64[tensors], the addresses of the
+    factors of each tensor's columns.
     """
     tensor, row, start, left = locate(table, tile_tensor)
-    number = numbers + tensor * NUMBERS
+    number, columns = numbers + tensor * NUMBERS, columns + tensor
     if tl.load(row + GROUP) == group:
         if left == TILE:
-            _update(row, number, start, left, bits, tile_start, word_before, previous, values, clip, TYPE, ALIGN,
-                    CLIPPED, BY_ROW, PREVIOUS, False)  # fmt: skip
+            _update(row, number, columns, start, left, bits, tile_start, word_before, previous, values, clip, TYPE,
+                    ALIGN, CLIPPED, BY_ROW, FACTORED, PREVIOUS, False)  # fmt: skip
         else:
-            _update(row, number, start, left, bits, tile_start, word_before, previous, values, clip, TYPE, ALIGN,
-                    CLIPPED, BY_ROW, PREVIOUS, True)  # fmt: skip
+            _update(row, number, columns, start, left, bits, tile_start, word_before, previous, values, clip, TYPE,
+                    ALIGN, CLIPPED, BY_ROW, FACTORED, PREVIOUS, True)  # fmt: skip
 
 
 @triton.jit

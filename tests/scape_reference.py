@@ -71,6 +71,7 @@ class Reference:
         self.m = [torch.zeros_like(p) for p in params]
         self.r = [[torch.zeros_like(p) for p in params] for _ in range(world)]
         self.v = [torch.zeros(p.shape[:1], dtype=dtype) for p in params]
+        self.columns = {}
         self.next_mask = [torch.ones(p.shape, dtype=torch.bool) for p in params]
         self.cyclic_start = [0] * len(params)
         self.hyper, self.sparse = {}, {}
@@ -121,7 +122,8 @@ class Reference:
         b1, b2 = BETAS
         max_norm = self.options.get("max_grad_norm")
         local = self.options.get("clip", "ghat") == "local"
-        rows = self.options.get("second_moment", "adams") == "row"
+        kind = self.options.get("second_moment", "adams")
+        rows, factored = kind in ("row", "factored"), kind == "factored"
         if max_norm and local:
             grads = self.clip_locally(grads, max_norm)
         mt, ghat, masks = {}, {}, {}
@@ -142,6 +144,9 @@ class Reference:
             if rows:
                 mean = sum(g.square().reshape(g.shape[0], -1).mean(1) for g in own) / self.world
                 self.v[i] = b2 * self.v[i] + (1 - b2) * mean
+            if factored:
+                mean = sum(g.square().reshape(g.shape[0], -1).mean(0) for g in own) / self.world
+                self.columns[i] = b2 * self.columns.get(i, 0.0) + (1 - b2) * mean
         self.masks.append(masks)
         if max_norm and not local:
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in ghat.values()))
@@ -158,7 +163,10 @@ class Reference:
         for i in ORDER:
             lr, decay = self.hyper[i]
             if rows and self.sparse[i]:
-                v = self.v[i].view(-1, *[1] * (self.p[i].dim() - 1))
+                v = self.v[i].view(-1, *[1] * (self.p[i].dim() - 1)).expand_as(self.p[i])
+                if factored:
+                    outer = self.v[i][:, None] * self.columns[i][None, :] / self.v[i].mean().clamp_min(1e-30)
+                    v = outer.reshape(self.p[i].shape)
             else:
                 v = b2 * self.m[i] ** 2 + (1 - b2) * ghat[i] ** 2
             self.p[i] = self.p[i] - lr * decay * self.p[i]

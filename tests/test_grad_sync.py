@@ -26,6 +26,14 @@ VARIANTS = {
         "max_grad_norm": 180.0,
     },
     "row_ghat": {"density": 0.2, "warmup_steps": 3, "second_moment": "row", "max_grad_norm": 180.0},
+    "factored_local": {
+        "density": 0.05,
+        "hold_steps": 2,
+        "warmup_steps": 4,
+        "second_moment": "factored",
+        "clip": "local",
+    },
+    "factored_ghat": {"density": 0.2, "mask": "random", "second_moment": "factored", "max_grad_norm": 180.0},
     "cyclic": {"density": 0.07, "warmup_steps": 4, "mask": "cyclic", "second_moment": "row"},
     "random": {"density": 0.07, "warmup_steps": 4, "mask": "random", "max_grad_norm": 180.0},
 }
@@ -361,8 +369,10 @@ def formula(world, options, t):
     sparse = [i for g in GROUPS for i in g["params"] if g.get("sparse", len(SHAPES[i]) >= 2)]
     numel = {i: torch.Size(s).numel() for i, s in enumerate(SHAPES)}
     rest = sum(n for i, n in numel.items() if i not in sparse)
-    if options.get("second_moment") == "row":
+    if options.get("second_moment") in ("row", "factored"):
         rest += sum(SHAPES[i][0] for i in sparse)
+    if options.get("second_moment") == "factored":
+        rest += sum(numel[i] // SHAPES[i][0] for i in sparse)
     kept = sum(kept_of(t, numel[i], options) for i in sparse)
     message, masks = 4 * kept + 4 * rest, 0
     if options.get("mask", "topk") == "topk":
@@ -381,6 +391,7 @@ def test_bytes_are_the_formulas_exactly(pool, world):
         {"density": 0.004, "warmup_steps": 6},
         {"density": 0.1, "second_moment": "row"},
         {"density": 0.02, "mask": "cyclic", "second_moment": "row"},
+        {"density": 0.05, "second_moment": "factored"},
         {"density": 1.0},
     ):
         for per_step in pool.run(world, bytes_sent, options, 8):

@@ -348,10 +348,11 @@ TP_OPTIONS = [
     {"density": 1.0},
     {"density": 1.0, "second_moment": "row", "clip": "local"},
     {"density": 1.0, "second_moment": "row"},
+    {"density": 1.0, "second_moment": "factored", "clip": "local"},
 ]
 
 
-@pytest.mark.parametrize("options", TP_OPTIONS, ids=["adams", "row_local", "row_ghat"])
+@pytest.mark.parametrize("options", TP_OPTIONS, ids=["adams", "row_local", "row_ghat", "factored"])
 def test_tp_2_x_dp_2_equals_dp_2(pool, options):
     """At density 1 masks do not differ by shard, so split and whole training agree: norms, rows and weights."""
     whole, norms = pool.run(2, train_whole, options)[0]
@@ -361,7 +362,11 @@ def test_tp_2_x_dp_2_equals_dp_2(pool, options):
             assert (part - tp_part(name, whole[name], rank % 2)).abs().max() <= 1e-13
 
 
-@pytest.mark.parametrize("options", [{}, {"second_moment": "row", "clip": "local"}], ids=["adams", "row_local"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"second_moment": "row", "clip": "local"}, {"second_moment": "factored", "clip": "local"}],
+    ids=["adams", "row_local", "factored"],
+)
 def test_replicas_stay_identical_over_tp_and_dp(pool, options):
     ranks = pool.run(4, train_split, {"density": 0.1, "warmup_steps": 2, **options})
     for parts, norms, masks in ranks[1:]:

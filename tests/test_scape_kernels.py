@@ -302,6 +302,8 @@ OPTIONS = {
         "max_grad_norm": 90.0,
     },
     "bf16 values": {"density": 0.05, "values": "bf16"},
+    "factored": {"density": 0.05, "second_moment": "factored", "clip": "local", "max_grad_norm": 90.0},
+    "factored, random": {"density": 0.07, "mask": "random", "second_moment": "factored"},
     "cyclic": {"density": 0.07, "mask": "cyclic"},
     "random": {"density": 0.07, "mask": "random", "second_moment": "row"},
 }
@@ -338,6 +340,28 @@ def test_twenty_steps_equal_the_twins(name, dtype):
                 assert (state[key] - wanted[key]).norm() <= 2e-6 * wanted[key].norm(), key
         if "mask" in state:
             assert torch.equal(state["mask"], wanted["mask"]) and state["mask_k"] == wanted["mask_k"]
+
+
+def test_autograd_sees_the_update():
+    """A graph that was built before the step must not run backward through the weights after it."""
+    params, optimizer = train({"density": 0.05}, 1, torch.float32, twins=False)
+    p = params[0]
+    loss = (p * p).sum()
+    for q in params:
+        q.grad = torch.ones_like(q)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_fp64_takes_the_twins():
+    params, optimizer = [torch.nn.Parameter(torch.ones(30, 30, device=DEVICE)) for _ in range(2)], None
+    params[1].data = params[1].data[0].double()
+    optimizer = ScapeAdamS(params, density=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer._engine._kernels is None and (params[0] < 1).all()
 
 
 def test_kernels_and_twins_take_turns():

@@ -1,10 +1,12 @@
 """Where SCAPE's step runs as Triton kernels: the one place that chooses between the kernels and their torch twins.
 
 The choice follows from the start (device, dtypes, layout, Triton there or not), so ranks with the same hardware agree.
+They have to: the kernels order a cyclic or random mask's values by index, the twins from the mask's start.
 The twins (step_ops, mask, mask_codec, optim.adams) stay the reference: `with torch_twins():` runs them on any device.
 """
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 
@@ -21,7 +23,7 @@ _twins_only = False
 
 @contextlib.contextmanager
 def torch_twins() -> Iterator[None]:
-    """Inside, SCAPE's step and AdamS run as plain torch, on every thread."""
+    """Inside, SCAPE's step and AdamS run as plain torch, on every thread; enter it on all ranks or on none."""
     global _twins_only
     before, _twins_only = _twins_only, True
     try:
@@ -30,8 +32,14 @@ def torch_twins() -> Iterator[None]:
         _twins_only = before
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def _on_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and not _twins_only and importlib.util.find_spec("triton") is not None
+    # some kernels hold PTX, which AMD's devices, also named cuda, do not run
+    return device.type == "cuda" and torch.version.hip is None and not _twins_only and _has_triton()
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,12 +58,16 @@ def _fits(slot: Slot) -> bool:
     )
 
 
-def fused_step(slots: list[Slot], before: "FusedStep | None", step: int, masks: dict) -> "FusedStep | None":
+def fused_step(
+    slots: list[Slot], before: "FusedStep | None", step: int, masks: dict, state_dtype: torch.dtype = torch.float32
+) -> "FusedStep | None":
     """Return the kernels of step `step` over the sparse `slots`, or None where their twins run.
 
-    before: what this returned in the step before; masks: this step's, by slot index.
+    before: what this returned in the step before; masks: this step's, by slot index; state_dtype: the message's.
     """
-    if not slots or not _on_kernels(slots[0].param.device) or not all(_fits(slot) for slot in slots):
+    if not slots or state_dtype != torch.float32 or not _on_kernels(slots[0].param.device):
+        return None
+    if not all(_fits(slot) for slot in slots):
         return None
     grads = [slot.grad for slot in slots]
     if any(grad is not None and grad.dtype not in FLOATS for grad in grads):
@@ -73,7 +85,7 @@ class FusedStep:
         self._previous = before._launch.mask if known else None
         self._updated = False
 
-    def form(self, values: torch.Tensor, keep: set[int], scale: torch.Tensor | None, rows: bool) -> None:
+    def form(self, values: torch.Tensor, keep: set[int], scale: torch.Tensor | None) -> None:
         """c of every slot, packed into `values`; a slot with its index in `keep` holds c then, others residuals."""
         from hf_taco_scape.kernels.scape_launch import Entry, ScapeLaunch
 
@@ -85,7 +97,7 @@ class FusedStep:
                 grad,
                 _kernel_mask(self._masks[slot.index], slot.param.device),
                 slot.index in keep,
-                _kernel_rows(slot) if rows else None,
+                _kernel_rows(slot) if "second_moment" in slot.state else None,
             )
             for slot, grad in zip(self._slots, self._grads, strict=True)
         ]
@@ -110,10 +122,16 @@ class FusedStep:
         """The norm of each slot's ghat, once `values` holds the mean."""
         return list(self._launch.norms(self._numbers(), self._values))
 
-    def update(self, clip: torch.Tensor | None) -> None:
-        """Parameters and momenta from the mean in `values`; the groups' step counts this one already."""
+    def update(self, clip: torch.Tensor | None, column_factors: dict[int, torch.Tensor]) -> None:
+        """Parameters and momenta from the mean in `values`; the groups' step counts this one already.
+
+        column_factors: by slot index, of all slots (second moment `factored`) or of none.
+        """
         self._updated = True
-        self._launch.update(self._numbers(), self._values, clip)
+        columns = [column_factors[slot.index] for slot in self._slots] if column_factors else None
+        self._launch.update(self._numbers(), self._values, clip, columns)
+        # autograd sees writes by its own operators only
+        torch.autograd.graph.increment_version([slot.param for slot in self._slots])
 
     def owe(self, error: torch.Tensor, first: int, world: int) -> None:
         """Add world * error to the residuals, from place `first` of the values on."""
@@ -143,27 +161,30 @@ def _kernel_rows(slot: Slot) -> tuple[torch.Tensor, int, int]:
     return slot.state["second_moment"], shape[max(dims) + 1 :].numel(), torch.Size(row_shape(shape, dims)).numel()
 
 
-def square_sums(slots: list[Slot], scale: torch.Tensor | None) -> list[torch.Tensor] | None:
-    """`row_square_sums` of the sparse slots as one launch; None where its twin runs."""
+def square_sums(
+    slots: list[Slot], dims: list[tuple[int, ...]], scale: torch.Tensor | None
+) -> list[torch.Tensor] | None:
+    """`row_square_sums` of the sparse slots over their `dims` as one launch; None where its twin runs."""
     grads = [slot.grad for slot in slots]
     dtypes = {grad.dtype for grad in grads if grad is not None}
-    plain = all(_fits(slot) and _rows_are_plain(slot) for slot in slots)
+    plain = all(_fits(slot) and _rows_are_plain(slot, rows) for slot, rows in zip(slots, dims, strict=True))
     if not (plain and _on_kernels(slots[0].param.device) and len(dtypes) == 1 and dtypes <= set(FLOATS)):
         return None
     from hf_taco_scape.kernels.scape_rows_launch import Rows, square_sums
 
+    counts = [torch.Size(row_shape(slot.param.shape, d)).numel() for slot, d in zip(slots, dims, strict=True)]
     rows = [
-        Rows(grad, slot.rows, slot.numel // slot.rows, 0 not in slot.layout.row_dims)
-        for slot, grad in zip(slots, grads, strict=True)
+        Rows(grad, count, slot.numel // count, 0 not in d)
+        for slot, grad, d, count in zip(slots, grads, dims, counts, strict=True)
     ]
     sums = square_sums(rows, scale, dtypes.pop(), slots[0].param.device)
-    return list(sums.split([slot.rows for slot in slots]))
+    return list(sums.split(counts))
 
 
-def _rows_are_plain(slot: Slot) -> bool:
-    """Whether a row is neighbours, or every `rows`-th entry."""
-    dims = slot.layout.row_dims
-    return 0 in dims or max(dims) == slot.param.dim() - 1
+def _rows_are_plain(slot: Slot, dims: tuple[int, ...]) -> bool:
+    """Whether a row is neighbours, or every `rows`-th entry: `dims` lead, or they end the shape."""
+    ndim = slot.param.dim()
+    return bool(dims) and tuple(sorted(dims)) in (tuple(range(len(dims))), tuple(range(ndim - len(dims), ndim)))
 
 
 def select_encoded(tensors: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
@@ -201,6 +222,7 @@ def adams_update(params: list, grads: list, momenta: list, *, step: int, **hyper
 
     groups = [hyperparameters | {"step": step}] * len(params)
     launch(params, grads, momenta, numbers_of(groups, 0, params[0].device))
+    torch.autograd.graph.increment_version(params)
     return True
 
 

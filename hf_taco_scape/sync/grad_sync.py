@@ -6,8 +6,6 @@ meanwhile each owner selects the next step's masks from its own c (side stream, 
 finish    the masks are sent; they arrive during the next forward and are used in the next step
 """
 
-from collections import defaultdict
-
 import torch
 import torch.distributed as dist
 
@@ -18,9 +16,10 @@ from hf_taco_scape.sync.density import DensitySchedule
 from hf_taco_scape.sync.mask import EncodedMask, assign_owners, select_topk
 from hf_taco_scape.sync.mask_exchange import MaskExchange
 from hf_taco_scape.sync.norms import clip_coefficient, model_norm, norm_weights
+from hf_taco_scape.sync.second_moment import SecondMoments
 from hf_taco_scape.sync.side_lane import SideLane
 from hf_taco_scape.sync.slot import Slot
-from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, row_square_sums, sparse_update_
+from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, pack_, sparse_update_
 
 
 class GradSync:
@@ -50,7 +49,7 @@ class GradSync:
         self.sparse = [s for s in slots if s.sparse]
         self.dense = [s for s in slots if not s.sparse]
         self._averaged_here = [s for s in self.dense if not s.group["already_reduced"]]
-        self.rows, self.clip, self.ordered, self.meter = second_moment == "row", clip, ordered, meter
+        self.clip, self.ordered, self.meter = clip, ordered, meter
         self.values_dtype, self.state_dtype = values_dtype, state_dtype
         self.group, self.tp_group = group, tp_group
         self.world, self.rank = group_size(group), group_rank(group)
@@ -59,26 +58,17 @@ class GradSync:
         self._norm_weights = norm_weights(slots, self.device)
         self._lane = SideLane(self.device)
         self._kernels: devices.FusedStep | None = None  # of this step; None where the twins run
-        self._agree_over_tp()
+        self._moments = SecondMoments(self.sparse, second_moment, state_dtype, tp_group)
+        self._assign_owners()
 
-    def _agree_over_tp(self) -> None:
-        """Owners and full row lengths: the same on every tp rank, whatever the size of its parts."""
-        lengths = [s.numel // s.rows for s in self.sparse]
-        sizes = torch.tensor([[s.numel for s in self.sparse], lengths], dtype=torch.int64, device=self.device)
+    def _assign_owners(self) -> None:
+        """The same on every tp rank, whatever the size of its parts."""
+        sizes = torch.tensor([s.numel for s in self.sparse], dtype=torch.int64, device=self.device)
         if self.tp_group is not None:
             # replicas must be thinned by one and the same data-parallel rank's choice
-            dist.all_reduce(sizes[0], op=dist.ReduceOp.MAX, group=self.tp_group)
-            dist.all_reduce(sizes[1], group=self.tp_group)
-        largest, summed = sizes.tolist()
-        for slot, owner in zip(self.sparse, assign_owners(largest, self.world), strict=True):
+            dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.tp_group)
+        for slot, owner in zip(self.sparse, assign_owners(sizes.tolist(), self.world), strict=True):
             slot.owner = owner
-        self._row_lengths = [
-            total if self._row_is_split(slot) else length
-            for slot, total, length in zip(self.sparse, summed, lengths, strict=True)
-        ]
-
-    def _row_is_split(self, slot: Slot) -> bool:
-        return slot.layout.row_split and self.tp_group is not None
 
     @torch.no_grad()
     def sync(self, step: int, max_norm: float | None, need_norm: bool, inverse_scale: torch.Tensor | None) -> None:
@@ -100,7 +90,8 @@ class GradSync:
         self._own_k = {slot.index: k for slot, k in self._chosen if slot.owner == self.rank}
         self._new_message(len(local))
         self._jobs, self._payloads = [], {}
-        self._kernels = devices.fused_step(self.sparse, self._kernels, step, self.masks.masks)
+        masks = self.masks.masks
+        self._kernels = devices.fused_step(self.sparse, self._kernels, step, masks, self.state_dtype)
         self._pack_sparse(scale)
         self._pack_exact(scale, local)
         self._message.start()
@@ -121,15 +112,14 @@ class GradSync:
         return sum(s.numel * s.param.element_size() for s in self.sparse + self._averaged_here)
 
     def _new_message(self, n_local: int) -> None:
-        """[c on the masks, tensor by tensor | dense gradients | row means | own norm, and whether it was clipped]"""
+        """[c on the masks, tensor by tensor | dense gradients | second moments | own norm, whether it was clipped]"""
         self._spans, first = {}, 0
         for slot in self.sparse:
             self._spans[slot.index] = (first, first + self.masks.masks[slot.index].k)
             first = self._spans[slot.index][1]
-        n_rows = sum(s.rows for s in self.sparse) if self.rows else 0
         self._message = PackedMessage(
             first,
-            sum(s.numel for s in self._averaged_here) + n_rows + n_local,
+            sum(s.numel for s in self._averaged_here) + sum(self._moments.numels()) + n_local,
             values_dtype=self.values_dtype,
             exact_dtype=self.state_dtype,
             device=self.device,
@@ -143,7 +133,7 @@ class GradSync:
     def _pack_sparse(self, scale: torch.Tensor | None) -> None:
         """Form every c and pack it; c becomes the residual now, or beside the message if this rank selects from it."""
         if self._kernels is not None:
-            self._kernels.form(self._message.values, set(self._own_k), scale, self.rows)
+            self._kernels.form(self._message.values, set(self._own_k), scale)
             self._jobs = [(slot, self._own_k[slot.index]) for slot in self.sparse if slot.index in self._own_k]
             return
         for slot in self.sparse:
@@ -184,36 +174,16 @@ class GradSync:
         parts = [torch.zeros_like(slot.momentum) if grad is None else grad for slot, grad in grads]
         if scale is not None and parts:
             parts = list(torch._foreach_mul([part.to(self.state_dtype) for part in parts], scale))
-        if self.rows:
-            parts += self._row_means(scale)
+        parts += self._moments.local_means(scale)
         parts += [value.view(1) for value in local]
         if parts:
             torch._foreach_copy_(list(self._message.exact.split([p.numel() for p in parts])), parts)
 
-    def _row_means(self, scale: torch.Tensor | None) -> list[torch.Tensor]:
-        sums = devices.square_sums(self.sparse, scale) or [
-            row_square_sums(s.param.grad, s.state["momentum"], s.layout.row_dims, scale) for s in self.sparse
-        ]
-        sums = [total.to(self.state_dtype) for total in sums]
-        split = [i for i, slot in enumerate(self.sparse) if self._row_is_split(slot)]
-        if split:
-            joined = torch.cat([sums[i] for i in split])
-            dist.all_reduce(joined, group=self.tp_group)
-            for i, part in zip(split, joined.split([sums[i].numel() for i in split]), strict=True):
-                sums[i] = part
-        return [total / length for total, length in zip(sums, self._row_lengths, strict=True)]
-
     def _read_exact(self, has_local: bool) -> None:
-        sizes = [s.numel for s in self._averaged_here] + [s.rows for s in self.sparse if self.rows]
+        sizes = [s.numel for s in self._averaged_here] + self._moments.numels()
         *parts, local = self._message.exact.split([*sizes, 2 if has_local else 0])
         self._dense_means = {s.index: part for s, part in zip(self._averaged_here, parts, strict=False)}
-        by_b2: dict[float, list] = defaultdict(list)
-        for slot, mean in zip(self.sparse, parts[len(self._averaged_here) :], strict=self.rows):
-            by_b2[slot.group["betas"][1]].append((slot.state["second_moment"], mean))
-        for b2, pairs in by_b2.items():
-            moments, means = map(list, zip(*pairs, strict=True))
-            torch._foreach_mul_(moments, b2)
-            torch._foreach_add_(moments, means, alpha=1 - b2)
+        self._moments.learn(parts[len(self._averaged_here) :])
         if has_local:
             self.norm, self.clipped = local.clone()
 
@@ -262,7 +232,7 @@ class GradSync:
     def update_sparse(self) -> None:
         """SCAPE's update of the sparse tensors, by their groups' hyperparameters and step."""
         if self._kernels is not None:
-            self._kernels.update(self.coefficient)
+            self._kernels.update(self.coefficient, self._moments.column_factors)
             return
         for slot in self.sparse:
             hyperparameters = {name: slot.group[name] for name in ("step", "betas", "eps", "weight_decay")}
@@ -275,6 +245,7 @@ class GradSync:
                 **hyperparameters,
                 clip=self.coefficient,
                 second_moment=slot.state.get("second_moment"),
+                column_factors=self._moments.column_factors.get(slot.index),
                 row_dims=slot.layout.row_dims,
             )
 

@@ -12,9 +12,10 @@ class TensorLayout:
 
     copies: tensor-parallel ranks that hold the same entries: 1 where the parameter is split, the tp size where it is
         replicated, in between for KV heads held by several ranks. A norm over tp weighs the parameter by 1/copies.
-    row_dims: the dimensions that index output features, over which `row` keeps one second moment each: (0,) for
-        nn.Linear and nn.Embedding, (1,) for Conv1D.
-    row_split: a row's entries are spread over the tp ranks (a rowwise layer), so its mean is summed over tp.
+    row_dims: the dimensions that index output features, over which `row` and `factored` keep one second moment each:
+        (0,) for nn.Linear and nn.Embedding, (1,) for Conv1D. The other dimensions index columns.
+    row_split: a row's entries are spread over the tp ranks (a rowwise layer), so its mean is summed over tp; of any
+        other split tensor the columns are.
     """
 
     copies: int = 1
@@ -35,6 +36,11 @@ def module_layout(model: torch.nn.Module) -> LayoutOf:
     # by class name: this room does not import transformers
     transposed = {id(m.weight) for m in model.modules() if any(c.__name__ == "Conv1D" for c in type(m).__mro__)}
     return lambda param: TensorLayout(row_dims=(1,) if id(param) in transposed else (0,))
+
+
+def column_dims(ndim: int, row_dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions that index columns: those that do not index rows."""
+    return tuple(d for d in range(ndim) if d not in row_dims)
 
 
 def row_shape(shape: torch.Size, dims: tuple[int, ...]) -> list[int]:

@@ -40,8 +40,10 @@ def complete_state(slot: Slot, options: dict, residual_device: torch.device | No
     fresh = {"momentum": lambda: torch.zeros(p.shape, **like)}
     if slot.sparse:
         fresh["residual"] = lambda: place_residual(torch.zeros(p.shape, **like), residual_device)
-        if options["second_moment"] == "row":
+        if options["second_moment"] in ("row", "factored"):
             fresh["second_moment"] = lambda: torch.zeros(slot.rows, **like)
+        if options["second_moment"] == "factored":
+            fresh["column_moment"] = lambda: torch.zeros(slot.columns, **like)
         if options["mask"] == "cyclic":
             fresh["mask_start"] = int
     missing = sorted(fresh.keys() - state.keys())

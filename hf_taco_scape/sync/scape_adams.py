@@ -29,7 +29,7 @@ from hf_taco_scape.sync.slot import Slot
 
 CHOICES = {
     "values": ("fp32", "bf16"),
-    "second_moment": ("adams", "row"),
+    "second_moment": ("adams", "row", "factored"),
     "mask": ("topk", "cyclic", "random"),
     "clip": ("ghat", "local"),
 }
@@ -55,7 +55,8 @@ class ScapeAdamS(Optimizer):
         process_group: the data-parallel group (None: the default group).
         max_grad_norm: clip in `step()`. Leave None when `sync(max_norm)` is called instead: one owner of clipping.
         values: payload of the sparse values: "fp32" (the state's dtype), or "bf16" with its rounding fed back.
-        second_moment: "adams" (the previous momentum), or "row" (one number an output row, from local gradients).
+        second_moment: "adams" (the previous momentum); "row" (one number an output row, from local gradients) or
+            "factored" (one an output row and one a column; sync/second_moment.py).
         mask: "topk" (each tensor's owner chooses), or "cyclic" or "random", which every rank works out itself.
         clip: "ghat" (the averaged gradient), or "local" (each rank's gradient, by its own norm, before it enters c).
         residual_device: "cpu" keeps the residuals in host memory and brings them in tensor by tensor.
@@ -65,7 +66,8 @@ class ScapeAdamS(Optimizer):
         seed: of the random masks, the same on all ranks.
         meter: a ByteMeter to count in; `self.meter` otherwise.
 
-    State of a sparse parameter: momentum, residual (this rank's own), mask and mask_k or mask_start, second_moment.
+    State of a sparse parameter: momentum, residual (this rank's own), mask and mask_k or mask_start, second_moment,
+    column_moment.
     """
 
     _step_supports_amp_scaling = True

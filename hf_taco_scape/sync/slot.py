@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_taco_scape.sync.layout import TensorLayout, row_shape
+from hf_taco_scape.sync.layout import TensorLayout, column_dims, row_shape
 
 
 @dataclass
@@ -38,5 +38,15 @@ class Slot:
 
     @property
     def rows(self) -> int:
-        """Output rows, each with one second moment under `row`."""
+        """Output rows, each with one second moment under `row` and `factored`."""
         return torch.Size(row_shape(self.param.shape, self.layout.row_dims)).numel()
+
+    @property
+    def columns(self) -> int:
+        """Entries of a row; each column has one second moment under `factored`."""
+        return self.numel // self.rows
+
+    @property
+    def column_dims(self) -> tuple[int, ...]:
+        """The dimensions that index columns."""
+        return column_dims(self.param.dim(), self.layout.row_dims)

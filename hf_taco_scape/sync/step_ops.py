@@ -5,7 +5,7 @@ Flat tensors of the state's dtype unless said otherwise. The only temporaries ar
 
 import torch
 
-from hf_taco_scape.sync.layout import row_shape, rows_of
+from hf_taco_scape.sync.layout import column_dims, row_shape, rows_of
 from hf_taco_scape.sync.mask import FullSelection
 
 
@@ -24,7 +24,10 @@ def form_(
 def row_square_sums(
     grad: torch.Tensor | None, like: torch.Tensor, dims: tuple[int, ...], scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sum of (scale*g)^2 over each output row; `like` has the parameter's shape and the state's dtype. [rows]"""
+    """Sum of (scale*g)^2 over each row: the entries of one index along `dims`. [rows]
+
+    `like` has the parameter's shape and the state's dtype.
+    """
     if grad is None:
         return torch.zeros(row_shape(like.shape, dims), dtype=like.dtype, device=like.device).view(-1)
     square = grad.to(like.dtype, copy=True)
@@ -68,13 +71,14 @@ def sparse_update_(
     weight_decay: float,
     clip: torch.Tensor | None = None,
     second_moment: torch.Tensor | None = None,
+    column_factors: torch.Tensor | None = None,
     row_dims: tuple[int, ...] = (0,),
 ) -> None:
     """One SCAPE update, in place on `param` (its own shape and dtype) and `momentum` (flat).
 
-    mean: [k] mt on the mask; clip: the coefficient for ghat (0-dim, at most 1); second_moment: [rows] for `row`,
-    before its bias correction, None for AdamS' own; step counts from 1. Off the mask a parameter only decays, and m
-    becomes 0.
+    mean: [k] mt on the mask; clip: the coefficient for ghat (0-dim, at most 1); second_moment: [rows] for `row`
+    and `factored`, before its bias correction, None for AdamS' own; column_factors: [columns] for `factored`, what a
+    row's is multiplied with in each column; step counts from 1. Off the mask a parameter only decays, and m becomes 0.
     """
     b1, b2 = betas
     previous = selection.take(momentum)
@@ -86,7 +90,9 @@ def sparse_update_(
     if second_moment is None:
         v = previous.square().mul_(b2).addcmul_(ghat, ghat, value=1 - b2)
     else:
-        v = _spread_rows(second_moment, param.shape, row_dims, selection, momentum)
+        v = _spread(second_moment, param.shape, row_dims, selection, momentum)
+        if column_factors is not None:
+            v *= _spread(column_factors, param.shape, column_dims(param.dim(), row_dims), selection, momentum)
     denominator = v.sqrt_().div_((1 - b2**step) ** 0.5).add_(eps)
     update = (mean / denominator).mul_(lr / (1 - b1**step))
     if weight_decay:
@@ -101,7 +107,8 @@ def sparse_update_(
     selection.put_(momentum, mean)
 
 
-def _spread_rows(rows, shape, dims, selection, flat) -> torch.Tensor:
+def _spread(rows, shape, dims, selection, flat) -> torch.Tensor:
+    """What `rows` holds for the row (an index along `dims`) of each entry of the selection."""
     places = selection.places(flat)
     if places is None:
         return flat.new_empty(shape).copy_(rows.view(row_shape(shape, dims))).view(-1)

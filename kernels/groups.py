@@ -282,6 +282,18 @@ def add_tiles(a, b):
 
 
 @triton.jit
+def minus_zeros(group, PIECES: tl.constexpr):
+    """A tile of -0.0, to which a sum can be added without a trace (0.0 would lose the sign of -0.0)."""
+    out = ()
+    for _p in tl.static_range(PIECES):
+        piece = ()
+        for _j in tl.static_range(8):
+            piece = piece + (tl.full([group.shape[0], 16 // PIECES], -0.0, tl.float32),)
+        out = out + (piece,)
+    return out
+
+
+@triton.jit
 def clamp_tile(tile, limit):
     """The tile within +-limit, NaN stays."""
     out = ()

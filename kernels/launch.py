@@ -51,15 +51,20 @@ def _launch(
         _built[key] = built
 
 
-def _alignment(rows: torch.Tensor, largest: int = 16) -> int:
+def _alignment(rows: torch.Tensor, largest: int = 8) -> int:
     """The largest power of two, up to `largest`, that divides the address of every row in bytes."""
     stride = rows.stride(0) * rows.element_size() if len(rows) > 1 else 0
     return math.gcd(rows.data_ptr(), stride, largest)
 
 
+def _value_alignment(rows: torch.Tensor) -> int:
+    """16, or the size of a value if a row lies elsewhere: two cases, two builds."""
+    return 16 if _alignment(rows, 16) == 16 else rows.element_size()
+
+
 def _at_least(alignment: int, wire: torch.Tensor) -> torch.Tensor:
     """`wire`, or a copy of it if its rows lie at odd addresses."""
-    return wire if _alignment(wire) >= alignment else wire.clone(memory_format=torch.contiguous_format)
+    return wire if _alignment(wire) >= alignment else _empty_unless_aligned(alignment, wire).copy_(wire)
 
 
 def _by_grid(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -113,9 +118,11 @@ class Kernels:
 
 
 def _empty_unless_aligned(alignment: int, wire: torch.Tensor) -> torch.Tensor:
+    """`wire`, or room for as many messages at even addresses."""
     if _alignment(wire) >= alignment:
         return wire
-    return torch.empty_like(wire, memory_format=torch.contiguous_format)
+    rows, size = wire.shape
+    return wire.new_empty(rows, -(-size // 16) * 16)[:, :size]
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class ScaledKernels(Kernels):
     def _encode(self, x: torch.Tensor, wire: torch.Tensor) -> None:
         numel, groups = x.shape[1], -(-x.shape[1] // GROUP)
         tile, warps, tiles = self._tiles("encode", groups)
-        constants = self._constants(tile, X_ALIGN=_alignment(x), ALIGN=_alignment(wire), TAIL=numel % GROUP > 0)
+        constants = self._constants(tile, X_ALIGN=_value_alignment(x), ALIGN=_alignment(wire), TAIL=numel % GROUP > 0)
         numbers = [x.stride(0), wire.stride(0), groups, numel]
         _launch(scaled.encode_kernel, (tiles, len(x)), [x, wire], numbers, constants, warps)
 
@@ -142,7 +149,7 @@ class ScaledKernels(Kernels):
         numel, groups = out.shape[1], -(-out.shape[1] // GROUP)
         tile, warps, tiles = self._tiles(operation, groups)
         constants = self._constants(
-            tile, OUT_ALIGN=_alignment(out), ALIGN=_alignment(wire), TAIL=numel % GROUP > 0, ONE=messages == 1
+            tile, OUT_ALIGN=_value_alignment(out), ALIGN=_alignment(wire), TAIL=numel % GROUP > 0, ONE=messages == 1
         )
         stride = wire.stride(0)
         numbers = [stride, stride, messages, out.stride(0), groups, numel, torch.finfo(dtype).max]
@@ -168,7 +175,7 @@ class TacoKernels(Kernels):
         numel = x.shape[1]
         whole, groups, scale_align = numel // GROUP, -(-numel // GROUP), _scale_alignment(wire, numel)
         tile, warps, tiles = self._tiles("encode", whole)
-        constants = tile | {"X_ALIGN": _alignment(x), "ALIGN": _alignment(wire), "SCALE_ALIGN": scale_align}
+        constants = tile | {"X_ALIGN": _value_alignment(x), "ALIGN": _alignment(wire), "SCALE_ALIGN": scale_align}
         tensors, numbers = [x, wire], [x.stride(0), wire.stride(0), whole]
         _launch(taco.encode_kernel, (tiles, len(x)), tensors, [*numbers, groups, numel], constants, warps)
         constants = {"SCALE_ALIGN": scale_align}
@@ -179,7 +186,7 @@ class TacoKernels(Kernels):
         numel, limit = out.shape[1], torch.finfo(dtype).max
         whole, groups, scale_align = numel // GROUP, -(-numel // GROUP), _scale_alignment(wire, numel)
         tile, warps, tiles = self._tiles(operation, whole)
-        constants = tile | {"OUT_ALIGN": _alignment(out), "ALIGN": _alignment(wire), "SCALE_ALIGN": scale_align}
+        constants = tile | {"OUT_ALIGN": _value_alignment(out), "ALIGN": _alignment(wire), "SCALE_ALIGN": scale_align}
         # what is rounded to 16 bits at once comes out right without the last step of an exact division
         constants |= {"EXACT": messages > 1 or out.dtype == torch.float32, "ONE": messages == 1}
         tensors, numbers = [wire, out], [wire.stride(0), wire.stride(0), messages, out.stride(0), whole]
@@ -230,6 +237,6 @@ class IdentityKernels(Kernels):
         numel, warps = out.shape[1], 4
         block = 32 * warps * 16 // wire.element_size()
         constants = {"NAN": CANONICAL_NAN[out.dtype], "HALF": half, "BLOCK": block}
-        constants |= {"ALIGN": _alignment(wire), "OUT_ALIGN": _alignment(out)}
+        constants |= {"ALIGN": _value_alignment(wire), "OUT_ALIGN": _value_alignment(out)}
         numbers = [wire.stride(0), wire.stride(0), messages, out.stride(0), numel]
         _launch(identity.sum_kernel, (-(-numel // block), len(out)), [wire, out], numbers, constants, warps)

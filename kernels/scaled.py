@@ -22,6 +22,7 @@ from .groups import (
     hadamard,
     inverse,
     load_tile,
+    minus_zeros,
     multiply,
     store_tile,
     through_half,
@@ -166,12 +167,10 @@ def _store_message(x, payload, scales, group, QMAX: tl.constexpr, BITS: tl.const
 
 
 @triton.jit
-def _load_message(payload, scales, group, limit, QMAX: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr,
-                  PIECES: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Read and decode groups; and those that are NaN, int1[ROWS]."""
-    bits = tl.load(scales + group).to(tl.int32)
-    words = load_words(payload, group, PIECES, BITS, ALIGN)
-    return decode_tile(words, bits[:, None], limit, QMAX, BITS, HADAMARD), bits > 0x7F80
+def _load_message(wire, scales_at, there, group, PIECES: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
+    """Words and scale bits int32[ROWS] of groups; reads nothing unless `there`."""
+    bits = tl.load((wire + scales_at).to(tl.pointer_type(tl.uint16)) + group, mask=there).to(tl.int32)
+    return load_words(wire, there, group, PIECES, BITS, ALIGN), bits
 
 
 @triton.jit
@@ -179,14 +178,19 @@ def _load_sum(wire, message_stride, messages, groups, group, limit, QMAX: tl.con
               HADAMARD: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
     """The sum over the messages, in their order, and the groups that are NaN. ONE: one message."""
     scales_at = groups * (GROUP * BITS // 8)
-    scales = (wire + scales_at).to(tl.pointer_type(tl.uint16))
-    total, bad = _load_message(wire, scales, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN)
-    if not ONE:
-        for i in range(1, messages):
-            message = tl.multiple_of(wire + i * message_stride, ALIGN)
-            scales = (message + scales_at).to(tl.pointer_type(tl.uint16))
-            tile, more = _load_message(message, scales, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN)
-            total, bad = add_tiles(total, tile), bad | more
+    words, bits = _load_message(wire, scales_at, True, group, PIECES, BITS, ALIGN)
+    bad = bits > 0x7F80
+    if ONE:
+        total = decode_tile(words, bits[:, None], limit, QMAX, BITS, HADAMARD)
+    else:
+        total = minus_zeros(group, PIECES)
+        for i in range(messages):
+            # the next message is on its way while this one is decoded
+            following = tl.multiple_of(wire + (i + 1) * message_stride, ALIGN)
+            next_words, next_bits = _load_message(following, scales_at, i + 1 < messages, group, PIECES, BITS, ALIGN)
+            total = add_tiles(total, decode_tile(words, bits[:, None], limit, QMAX, BITS, HADAMARD))
+            bad = bad | (bits > 0x7F80)
+            words, bits = next_words, next_bits
     return total, bad
 
 

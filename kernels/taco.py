@@ -24,6 +24,7 @@ from .groups import (
     hadamard,
     inverse,
     load_tile,
+    minus_zeros,
     multiply,
     partner,
     store_tile,
@@ -48,13 +49,13 @@ def store_scale(pointer, values, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def load_scale(pointer, ALIGN: tl.constexpr):
-    """The inverse of store_scale."""
+def load_scale(pointer, there, ALIGN: tl.constexpr):
+    """The inverse of store_scale; reads nothing unless `there`."""
     if ALIGN >= 4:
-        return tl.load(pointer.to(tl.pointer_type(tl.float32)))
-    bits = tl.load(pointer).to(tl.int32)
+        return tl.load(pointer.to(tl.pointer_type(tl.float32)), mask=there)
+    bits = tl.load(pointer, mask=there).to(tl.int32)
     for i in tl.static_range(1, 4):
-        bits |= tl.load(pointer + i).to(tl.int32) << (8 * i)
+        bits |= tl.load(pointer + i, mask=there).to(tl.int32) << (8 * i)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -227,26 +228,32 @@ def decode_tile(words, s, alpha, limit, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _load_message(wire, scales, group, groups, limit, PIECES: tl.constexpr, ALIGN: tl.constexpr,
-                  SCALE_ALIGN: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Read and decode groups; and those that are NaN, int1[ROWS]."""
-    s = load_scale(scales + group * 4, SCALE_ALIGN)
-    alpha = load_scale(scales + (groups + group) * 4, SCALE_ALIGN)
-    words = load_words(wire, group, PIECES, 8, ALIGN)
-    return decode_tile(words, s[:, None], alpha[:, None], limit, EXACT), s != s
+def _load_message(wire, numel, groups, there, group, PIECES: tl.constexpr, ALIGN: tl.constexpr,
+                  SCALE_ALIGN: tl.constexpr):  # fmt: skip
+    """Words, s and alpha of groups; reads nothing unless `there`."""
+    s = load_scale(wire + numel + group * 4, there, SCALE_ALIGN)
+    alpha = load_scale(wire + numel + (groups + group) * 4, there, SCALE_ALIGN)
+    return load_words(wire, there, group, PIECES, 8, ALIGN), s, alpha
 
 
 @triton.jit
 def _load_sum(wire, message_stride, messages, numel, groups, group, limit, PIECES: tl.constexpr, ALIGN: tl.constexpr,
               SCALE_ALIGN: tl.constexpr, EXACT: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
     """The sum over the messages, in their order, and the groups that are NaN. ONE: one message."""
-    total, bad = _load_message(wire, wire + numel, group, groups, limit, PIECES, ALIGN, SCALE_ALIGN, EXACT)
-    if not ONE:
-        for i in range(1, messages):
-            message = tl.multiple_of(wire + i * message_stride, ALIGN)
-            tile, more = _load_message(message, message + numel, group, groups, limit, PIECES, ALIGN, SCALE_ALIGN,
-                                       EXACT)  # fmt: skip
-            total, bad = add_tiles(total, tile), bad | more
+    words, s, alpha = _load_message(wire, numel, groups, True, group, PIECES, ALIGN, SCALE_ALIGN)
+    bad = s != s
+    if ONE:
+        total = decode_tile(words, s[:, None], alpha[:, None], limit, EXACT)
+    else:
+        total = minus_zeros(group, PIECES)
+        for i in range(messages):
+            # the next message is on its way while this one is decoded
+            following = tl.multiple_of(wire + (i + 1) * message_stride, ALIGN)
+            next_words, next_s, next_alpha = _load_message(following, numel, groups, i + 1 < messages, group, PIECES,
+                                                           ALIGN, SCALE_ALIGN)  # fmt: skip
+            total = add_tiles(total, decode_tile(words, s[:, None], alpha[:, None], limit, EXACT))
+            bad = bad | (s != s)
+            words, s, alpha = next_words, next_s, next_alpha
     return total, bad
 
 

@@ -65,8 +65,8 @@ def _encode(x, wire, length, whole, numel, SCALE_ALIGN: tl.constexpr):
 def _decode(wire, length, whole, numel, limit, SCALE_ALIGN: tl.constexpr):
     i = _columns()
     one = tl.arange(0, 1)
-    s = load_scale(wire + numel + (whole + one) * 4, SCALE_ALIGN)[:, None]
-    alpha = load_scale(wire + numel + (whole * 2 + 1 + one) * 4, SCALE_ALIGN)[:, None]
+    s = load_scale(wire + numel + (whole + one) * 4, True, SCALE_ALIGN)[:, None]
+    alpha = load_scale(wire + numel + (whole * 2 + 1 + one) * 4, True, SCALE_ALIGN)[:, None]
     codes = tl.load(wire + whole * GROUP + i, mask=i < length, other=0)
     y = _transform(codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * s, length)
     return clamp(tl.div_rn(y, tl.broadcast_to(alpha, y.shape)), limit)

@@ -102,12 +102,13 @@ def _store(payload, words, group, p: tl.constexpr, PIECES: tl.constexpr, ALIGN: 
 
 
 @triton.jit
-def _load(payload, group, p: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr):
+def _load(payload, there, group, p: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr):
     """The inverse of _store: int32[ROWS, WIDTH]."""
     if ALIGN >= 4:
-        return tl.load(payload.to(tl.pointer_type(tl.int32)) + _row_offsets(group, p, WIDTH, PIECES))
+        return tl.load(payload.to(tl.pointer_type(tl.int32)) + _row_offsets(group, p, WIDTH, PIECES), mask=there)
     else:
-        halves = tl.load(payload.to(tl.pointer_type(tl.uint16)) + _row_offsets(group, p, WIDTH * 2, PIECES))
+        at = _row_offsets(group, p, WIDTH * 2, PIECES)
+        halves = tl.load(payload.to(tl.pointer_type(tl.uint16)) + at, mask=there)
         low, high = _unflat(halves.to(tl.int32))
         return low | high << 16
 
@@ -141,19 +142,20 @@ def store_words(payload, words, group, BITS: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def load_words(payload, group, PIECES: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
-    """The inverse of store_words, but for bits above the lowest 4 * BITS."""
+def load_words(payload, there, group, PIECES: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
+    """The inverse of store_words, but for bits above the lowest 4 * BITS; reads nothing unless `there`."""
     LANES: tl.constexpr = 16 // PIECES
     words = ()
     for p in tl.static_range(PIECES):
         if BITS == 8:
-            low, high = _unflat(_load(payload, group, p, LANES * 2, PIECES, ALIGN))
+            low, high = _unflat(_load(payload, there, group, p, LANES * 2, PIECES, ALIGN))
         elif BITS == 4:
-            low = _load(payload, group, p, LANES, PIECES, ALIGN)
+            low = _load(payload, there, group, p, LANES, PIECES, ALIGN)
             high = low >> 16
         else:
             at = _triples(payload, group, p, PIECES)
-            a, b, c = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32)
+            a, b = tl.load(at, mask=there).to(tl.int32), tl.load(at + 1, mask=there).to(tl.int32)
+            c = tl.load(at + 2, mask=there).to(tl.int32)
             low, high = tl.trans(a | b << 16), tl.trans(b >> 8 | c << 8)
         words = words + (low, high)
     return words

@@ -402,10 +402,10 @@ def _count(codec, dtype):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     handed, original = [], dist.all_to_all_single
 
-    def spy(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+    def spy(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         assert input.dtype == torch.uint8
         handed.append(sum(input_split_sizes) - input_split_sizes[rank])
-        return original(output, input, output_split_sizes, input_split_sizes, group=group)
+        return original(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
 
     dist.all_to_all_single = spy
     try:

@@ -23,10 +23,11 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 LOSSY = ["taco", "fp8", "int8", "hadamard-int8", "hadamard-int6", "hadamard-int4"]
 ALL = ["none", *LOSSY]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-if INTERPRETED:
-    LENGTHS = [1, 2, 3, 5, 63, 64, 65, 127, 128, 129, 255, 4096, 4097]
-else:
-    LENGTHS = [*range(1, 261), *(m + d for m in (512, 1024, 4096) for d in (-1, 0, 1))]
+# the interpreter is a thousand times slower: there, what differs in kind, on a GPU all of it
+LENGTHS = [*range(1, 261), *(m + d for m in (512, 1024, 4096) for d in (-1, 0, 1))]
+LENGTHS = [1, 63, 128, 213] if INTERPRETED else LENGTHS
+COUNTS = (1, 3) if INTERPRETED else (1, 2, 5)
+PIECES = [1, 8] if INTERPRETED else [1, 2, 4, 8]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,10 +118,10 @@ def test_every_length(name, dtype):
 @pytest.mark.parametrize("name", ALL)
 def test_special_groups(name, dtype):
     codec, x = get_codec(name), special_groups(dtype)
-    for n in (x.numel(), x.numel() - 200):
+    for n in (x.numel() - 200,) if INTERPRETED else (x.numel(), x.numel() - 200):
         got, expected = encode_both(codec, x[:n].view(1, -1))
         assert torch.equal(got, expected)
-        for out_dtype in (dtype, torch.float32):
+        for out_dtype in {dtype, torch.float32}:
             y = nans(1, n, dtype=out_dtype)
             kernels_of(codec).decode(got, y, dtype)
             assert same(y, decode_twin(codec, got, n, dtype, out_dtype))
@@ -130,7 +131,7 @@ def test_special_groups(name, dtype):
 @pytest.mark.parametrize("name", ["taco", "hadamard-int6"])
 def test_special_groups_as_the_short_last_one(name):
     codec, groups = get_codec(name), special_groups(torch.float32).view(-1, 128)
-    for length in (1, 37, 64, 127):
+    for length in (1, 37) if INTERPRETED else (1, 37, 64, 127):
         rows = torch.cat([groups[1::2], groups[0::2]], 1)[:, : 128 + length].contiguous()
         got, expected = encode_both(codec, rows)
         assert torch.equal(got, expected)
@@ -140,12 +141,12 @@ def test_special_groups_as_the_short_last_one(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [128 * 9, 128 * 9 + 57])
+@pytest.mark.parametrize("numel", [128 * 3, 128 * 3 + 57])
 @pytest.mark.parametrize("name", ALL)
 def test_sums_over_messages(name, numel, dtype):
-    """decode_sum and decode_sum_encode of one to five messages, into 16 bits and into fp32."""
+    """decode_sum and decode_sum_encode of one to several messages, into 16 bits and into fp32."""
     codec = get_codec(name)
-    for messages in (1, 2, 5):
+    for messages in COUNTS:
         rows = normal(messages * numel, messages, dtype).view(messages, -1)
         rows[0, 130] = float("nan")
         wire, _ = encode_both(codec, rows)
@@ -201,7 +202,7 @@ def test_addresses_of_any_alignment(name, offset):
 @pytest.mark.parametrize("name", LOSSY)
 def test_rows_are_independent_messages(name):
     codec = get_codec(name)
-    for rows, numel in ((3, 128 * 33), (5, 131), (3, 40)):
+    for rows, numel in ((3, 128 * 9), (5, 131), (3, 40)):
         x = normal(rows * numel, rows).view(rows, numel)
         got, expected = encode_both(codec, x)
         assert torch.equal(got, expected)
@@ -210,12 +211,12 @@ def test_rows_are_independent_messages(name):
         assert same(y, decode_twin(codec, got, numel, torch.float32))
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4, 8])
+@pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("name", LOSSY)
 def test_every_split_of_a_group_gives_the_same_bytes(name, pieces, monkeypatch):
     from hf_taco_scape.kernels import launch
 
-    codec, x = get_codec(name), normal(128 * 37, dtype=torch.bfloat16).view(1, -1)
+    codec, x = get_codec(name), normal(128 * (5 if INTERPRETED else 37), dtype=torch.bfloat16).view(1, -1)
     for operation in ("encode", "decode", "decode_sum_encode"):
         monkeypatch.setitem(launch.TUNED, (name, operation), (pieces, 2))
     got, expected = encode_both(codec, x)

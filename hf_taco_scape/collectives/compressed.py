@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..codecs import Codec, get_codec
-from ..codecs.codec import cast, check_dtype
+from ..codecs.codec import check_dtype
 from ..codecs.identity import IdentityCodec
 from . import dense
 from .meter import ByteMeter, ring_all_reduce_bytes, ring_half_bytes
@@ -49,11 +49,9 @@ def one_shot_all_reduce(x: torch.Tensor, group, codec: Codec, meter: ByteMeter |
     rank, ranks = group_ranks(group)
     wires = _wires(codec, ranks, x.numel(), x)
     codec.encode_rows(x.reshape(1, -1), wires[rank : rank + 1])
-    wires = gather(wires, group)
-    total = codec.decode_sum(wires, x.numel(), x.dtype)
     if meter:
         meter.add(ring_all_reduce_bytes(x.nbytes, ranks), (ranks - 1) * wires.shape[1])
-    return _in_dtype(total, x.dtype).view(x.shape)
+    return codec.decode_sum(gather(wires, group), x.numel(), x.dtype, out=_new(x, x.shape))
 
 
 @torch.no_grad()
@@ -68,14 +66,12 @@ def two_shot_all_reduce(x: torch.Tensor, group, codec: Codec, meter: ByteMeter |
     size = wires.shape[1]
     codec.encode_rows(chunks, wires)
     received = exchange(wires.view(-1), [size] * ranks, [size] * ranks, group).view(ranks, size)
-    total = codec.decode_sum(received, chunk, x.dtype)
-    if x.dtype == torch.float16:
-        total = total.half()  # a sum past 65504 has to become inf, as in a dense all-reduce: loss scalers look for it
-    codec.encode_rows(total.reshape(1, -1), wires[rank : rank + 1])
-    values = codec.decode_rows(gather(wires, group), chunk, x.dtype)
+    codec.decode_sum_encode(received, chunk, x.dtype, wires[rank])
+    out = _new(x, (ranks, chunk))
+    codec.decode_into(gather(wires, group), out, x.dtype)
     if meter:
         meter.add(ring_all_reduce_bytes(x.nbytes, ranks), 2 * (ranks - 1) * size)
-    return _in_dtype(values, x.dtype).view(-1)[:numel].view(x.shape)
+    return out.view(-1)[:numel].view(x.shape)
 
 
 @torch.no_grad()
@@ -107,10 +103,8 @@ def reduce_scatter(
     received = exchange(wires, send, [send[rank]] * ranks, group)
     if meter:
         meter.add(ring_half_bytes(x.nbytes, ranks), sum(send) - send[rank])
-    if not send[rank]:
-        return x.new_empty(0, *x.shape[1:])
-    total = codec.decode_sum(received.view(ranks, -1), sizes[rank] * width, x.dtype)
-    return _in_dtype(total, x.dtype).view(sizes[rank], *x.shape[1:])
+    out = _new(x, (sizes[rank], *x.shape[1:]))
+    return codec.decode_sum(received.view(ranks, -1), out.numel(), x.dtype, out=out) if send[rank] else out
 
 
 @torch.no_grad()
@@ -145,8 +139,9 @@ def all_gather(
     if len(set(sizes)) == 1:
         wires = _wires(codec, ranks, x.numel(), x)
         codec.encode_rows(x.reshape(1, -1), wires[rank : rank + 1])
-        values = codec.decode_rows(gather(wires, group), x.numel(), x.dtype)
-        return _in_dtype(values, x.dtype).view(sum(sizes), *x.shape[1:])
+        out = _new(x, (ranks, x.numel()))
+        codec.decode_into(gather(wires, group), out, x.dtype)
+        return out.view(sum(sizes), *x.shape[1:])
     wires = exchange(codec.encode(x).repeat(ranks), [receive[rank]] * ranks, receive, group)
     out = x.new_empty(sum(sizes), *x.shape[1:])
     for wire, part in zip(wires.split(receive), out.split(sizes), strict=True):
@@ -169,9 +164,9 @@ def _wires(codec: Codec, ranks: int, numel: int, x: torch.Tensor) -> torch.Tenso
     return torch.empty(ranks, codec.wire_bytes(numel, x.dtype), dtype=torch.uint8, device=x.device)
 
 
-def _in_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return fp32 `values`, contiguous, in `dtype`."""
-    return values.contiguous() if dtype == torch.float32 else cast(values, torch.empty_like(values, dtype=dtype))
+def _new(x: torch.Tensor, shape) -> torch.Tensor:
+    """A contiguous tensor of that shape, x's dtype and device."""
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def _nothing_sent(out: torch.Tensor, meter: ByteMeter | None) -> torch.Tensor:

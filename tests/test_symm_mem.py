@@ -77,14 +77,14 @@ def test_halves(ranks, name, world):
 @marked
 @pytest.mark.parametrize("world", [2, 4])
 def test_delayed_ranks_and_all_collectives_in_turn(ranks, world):
-    ranks.run(world, jobs.against_twin, jobs.mixed_cases(world), True, timeout_s=90)
+    ranks.run(world, jobs.against_twin, jobs.mixed_cases(world), True, timeout_s=2 * PATIENT)
 
 
 @marked
 @pytest.mark.parametrize(("world", "calls"), [(2, 20), (3, 10)] if INTERPRETED else [(2, 1000), (3, 300), (8, 200)])
 def test_back_to_back_calls(ranks, world, calls):
-    numels = [600, 5000, 4096] if INTERPRETED else [1000, 200_000, 4096, 70_001]
-    seconds = ranks.run(world, jobs.back_to_back, "hadamard-int6", numels, calls, timeout_s=90)
+    name, numels = ("fp8", [600, 5000, 4096]) if INTERPRETED else ("hadamard-int6", [1000, 200_000, 4096, 70_001])
+    seconds = ranks.run(world, jobs.back_to_back, name, numels, calls, timeout_s=2 * PATIENT)
     print(f"{world} ranks: {1e3 * max(seconds):.2f} ms a call")
 
 

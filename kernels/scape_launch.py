@@ -177,7 +177,14 @@ class ScapeLaunch:
 
     def keep_unsent(self, values: torch.Tensor) -> None:
         """residual of `keep` tensors <- what was not sent; of `values` only the dtype counts."""
-        self._start(scape_step.keep_unsent_kernel, [self.mask.bits, values])
+        tensors = [self.table, self.tiles.tensor, self.mask.bits, values]
+        ends = (*self.tiles.first[1:], self.tiles.count)
+        kept = [(first, end) for e, first, end in zip(self.entries, self.tiles.first, ends, strict=True) if e.keep]
+        while kept:
+            first, end = kept.pop(0)
+            while kept and kept[0][0] == end:  # neighbours in one launch
+                end = kept.pop(0)[1]
+            _launch(scape_step.keep_unsent_kernel, (end - first, 1), tensors, [first], {}, 4)
 
     def owe(self, error: torch.Tensor, first: int, world: int) -> None:
         """residual += world * error for the places from `first` on among all values."""

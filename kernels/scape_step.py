@@ -58,8 +58,8 @@ def _grad(row, start, e, left, GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, TAI
 
 
 @triton.jit
-def _form(row, number, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE: tl.constexpr,
-          ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr, ASSEMBLY: tl.constexpr,
+def _form(row, number, tile, start, left, bits, tile_start, word_before, previous, values, scale,
+          GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr, ASSEMBLY: tl.constexpr,
           TAIL: tl.constexpr):  # fmt: skip
     e = entries()
     residual = array(row, RESIDUAL, tl.float32, ALIGN) + start
@@ -67,7 +67,7 @@ def _form(row, number, start, left, bits, tile_start, word_before, previous, val
     fresh = _grad(row, start, e, left, GRAD_TYPE, ALIGN, TAIL)
     r = load_tile(residual, e, left, TAIL)
     if PREVIOUS:
-        near = near_mask(words_of(previous), e)
+        near = near_mask(words_of(previous, tile), e)
         m = tl.load(momentum + e, mask=near & (e < left) if TAIL else near, other=0.0)
     else:
         m = load_tile(momentum, e, left, TAIL)
@@ -75,10 +75,10 @@ def _form(row, number, start, left, bits, tile_start, word_before, previous, val
         fresh = fresh * tl.load(scale)
     fresh = fresh * tl.load(number + REST1)
     c = r + tl.fma(m, tl.broadcast_to(tl.load(number + BETA1), m.shape), fresh)
-    words = words_of(bits)
+    words = words_of(bits, tile)
     on = on_mask(words, e)
     sent = c.to(values.dtype.element_ty)
-    scatter(values + places(tile_start, word_before, words, e), sent, on, ASSEMBLY)
+    scatter(values + places(tile_start, word_before, words, e, tile), sent, on, ASSEMBLY)
     unsent = tl.zeros_like(c)
     if values.dtype.element_ty != tl.float32:
         unsent = c - sent.to(tl.float32)
@@ -94,30 +94,31 @@ def form_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, prev
 
     Of the tensors in `group`, whose gradients have GRAD_TYPE.
     """
-    tensor, row, start, left = locate(table, tile_tensor)
+    tile = tl.program_id(0).to(tl.int64)
+    tensor, row, start, left = locate(table, tile_tensor, tile)
     number = numbers + tensor * NUMBERS
     if tl.load(row + GROUP) == group:
         if left == TILE:
-            _form(row, number, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE, ALIGN,
-                  SCALED, PREVIOUS, ASSEMBLY, False)  # fmt: skip
+            _form(row, number, tile, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE,
+                  ALIGN, SCALED, PREVIOUS, ASSEMBLY, False)  # fmt: skip
         else:
-            _form(row, number, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE, ALIGN,
-                  SCALED, PREVIOUS, ASSEMBLY, True)  # fmt: skip
+            _form(row, number, tile, start, left, bits, tile_start, word_before, previous, values, scale, GRAD_TYPE,
+                  ALIGN, SCALED, PREVIOUS, ASSEMBLY, True)  # fmt: skip
 
 
 @kernel
-def keep_unsent_kernel(table, tile_tensor, bits, values):
-    """The residual of tensors with KEEP <- what rounding to `values`' type drops on the mask (zeros for fp32)."""
-    tensor, row, start, left = locate(table, tile_tensor)
-    if tl.load(row + KEEP) != 0:
-        e = entries()
-        on = on_mask(words_of(bits), e)
-        residual = array(row, RESIDUAL, tl.float32, 4) + start
-        unsent = tl.zeros(e.shape, tl.float32)
-        if values.dtype.element_ty != tl.float32:
-            c = tl.load(residual + e, mask=on, other=0.0)
-            unsent = c - c.to(values.dtype.element_ty).to(tl.float32)
-        tl.store(residual + e, unsent, mask=on)
+def keep_unsent_kernel(table, tile_tensor, bits, values, first_tile: tl.int64):
+    """From first_tile on, residual = c <- what rounding to `values`' type drops on the mask (zeros for fp32)."""
+    tile = first_tile + tl.program_id(0)
+    tensor, row, start, left = locate(table, tile_tensor, tile)
+    e = entries()
+    on = on_mask(words_of(bits, tile), e)
+    residual = array(row, RESIDUAL, tl.float32, 4) + start
+    unsent = tl.zeros(e.shape, tl.float32)
+    if values.dtype.element_ty != tl.float32:
+        c = tl.load(residual + e, mask=on, other=0.0)
+        unsent = c - c.to(values.dtype.element_ty).to(tl.float32)
+    tl.store(residual + e, unsent, mask=on)
 
 
 @kernel
@@ -125,10 +126,11 @@ def owe_kernel(
     table, tile_tensor, bits, tile_start, word_before, error, first: tl.int64, last: tl.int64, world: tl.float32
 ):
     """residual += world * error[place - first] on the mask, for the places from `first` up to `last`."""
-    tensor, row, start, left = locate(table, tile_tensor)
+    tile = tl.program_id(0).to(tl.int64)
+    tensor, row, start, left = locate(table, tile_tensor, tile)
     e = entries()
-    words = words_of(bits)
-    place = places(tile_start, word_before, words, e)
+    words = words_of(bits, tile)
+    place = places(tile_start, word_before, words, e, tile)
     on = on_mask(words, e) & (place >= first) & (place < last)
     residual = array(row, RESIDUAL, tl.float32, 4) + start
     owed = tl.load(error + (place - first), mask=on, other=0.0) * world
@@ -144,14 +146,15 @@ def _decoded(mean, m, number):
 @kernel
 def square_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, values, squares):
     """squares[tile] <- sum of ghat^2 over the tile's entries on the mask."""
-    tensor, row, start, left = locate(table, tile_tensor)
+    tile = tl.program_id(0).to(tl.int64)
+    tensor, row, start, left = locate(table, tile_tensor, tile)
     e = entries()
-    words = words_of(bits)
+    words = words_of(bits, tile)
     on = on_mask(words, e)
-    mean = tl.load(values + places(tile_start, word_before, words, e), mask=on, other=0.0).to(tl.float32)
+    mean = tl.load(values + places(tile_start, word_before, words, e, tile), mask=on, other=0.0).to(tl.float32)
     m = tl.load(array(row, MOMENTUM, tl.float32, 4) + start + e, mask=on, other=0.0)
     ghat = _decoded(mean, m, numbers + tensor * NUMBERS)
-    tl.store(squares + tl.program_id(0), tl.sum(tl.sum(ghat * ghat, 1), 0))
+    tl.store(squares + tile, tl.sum(tl.sum(ghat * ghat, 1), 0))
 
 
 @kernel
@@ -198,19 +201,19 @@ def _row_moment(row, columns, start, e, on, FACTORED: tl.constexpr):
 
 
 @triton.jit
-def _update(row, number, columns, start, left, bits, tile_start, word_before, previous, values, clip,
+def _update(row, number, columns, tile, start, left, bits, tile_start, word_before, previous, values, clip,
             TYPE: tl.constexpr, ALIGN: tl.constexpr, CLIPPED: tl.constexpr, BY_ROW: tl.constexpr,
             FACTORED: tl.constexpr, PREVIOUS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     e = entries()
     param = array(row, PARAM, TYPE, ALIGN) + start
     momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start
     p = load_tile(param, e, left, TAIL)
-    words = words_of(bits)
+    words = words_of(bits, tile)
     on = on_mask(words, e)
-    mean = tl.load(values + places(tile_start, word_before, words, e), mask=on, other=0.0).to(tl.float32)
+    mean = tl.load(values + places(tile_start, word_before, words, e, tile), mask=on, other=0.0).to(tl.float32)
     near = near_mask(words, e)
     if PREVIOUS:
-        before = words_of(previous)
+        before = words_of(previous, tile)
         near = near & near_mask(before, e)
     m = tl.load(momentum + e, mask=near & (e < left) if TAIL else near, other=0.0)
     ghat = _decoded(mean, m, number)
@@ -248,15 +251,16 @@ def update_kernel(table, tile_tensor, numbers, bits, tile_start, word_before, pr
     Of the tensors in `group`, whose parameters have TYPE. columns: with FACTORED, int64[tensors], the addresses of the
     factors of each tensor's columns.
     """
-    tensor, row, start, left = locate(table, tile_tensor)
+    tile = tl.program_id(0).to(tl.int64)
+    tensor, row, start, left = locate(table, tile_tensor, tile)
     number, columns = numbers + tensor * NUMBERS, columns + tensor
     if tl.load(row + GROUP) == group:
         if left == TILE:
-            _update(row, number, columns, start, left, bits, tile_start, word_before, previous, values, clip, TYPE,
-                    ALIGN, CLIPPED, BY_ROW, FACTORED, PREVIOUS, False)  # fmt: skip
+            _update(row, number, columns, tile, start, left, bits, tile_start, word_before, previous, values, clip,
+                    TYPE, ALIGN, CLIPPED, BY_ROW, FACTORED, PREVIOUS, False)  # fmt: skip
         else:
-            _update(row, number, columns, start, left, bits, tile_start, word_before, previous, values, clip, TYPE,
-                    ALIGN, CLIPPED, BY_ROW, FACTORED, PREVIOUS, True)  # fmt: skip
+            _update(row, number, columns, tile, start, left, bits, tile_start, word_before, previous, values, clip,
+                    TYPE, ALIGN, CLIPPED, BY_ROW, FACTORED, PREVIOUS, True)  # fmt: skip
 
 
 @triton.jit
@@ -284,7 +288,8 @@ def _adams(row, number, start, left, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr
 def adams_kernel(table, tile_tensor, numbers, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr,
                  ALIGN: tl.constexpr):  # fmt: skip
     """A dense AdamS step (equations: hf_taco_scape/optim/adams.py)."""
-    tensor, row, start, left = locate(table, tile_tensor)
+    tile = tl.program_id(0).to(tl.int64)
+    tensor, row, start, left = locate(table, tile_tensor, tile)
     number = numbers + tensor * NUMBERS
     if left == TILE:
         _adams(row, number, start, left, TYPE, GRAD_TYPE, ALIGN, False)

@@ -1,7 +1,7 @@
 """What SCAPE's kernels share: many tensors in one launch, cut into tiles, and a mask as bits.
 
-`table` is int64[tensors, FIELDS], a row a tensor; program i works on tile i of all tensors' tiles in order, and
-`tile_tensor[i]` says whose it is. A mask is one bit an entry, lowest first, in int32 words: tile i's are words
+`table` is int64[tensors, FIELDS], a row a tensor; a program works on one of all tensors' tiles, counted in order, and
+`tile_tensor[i]` says whose tile i is. A mask is one bit an entry, lowest first, in int32 words: tile i's are words
 i * WORDS and on, whatever the tensors' lengths. `tile_start[i]` counts the bits of all tiles before i, word_before[j]
 those of the tile before word j: with the bits before it in its word, an entry's place among all sent values.
 
@@ -58,9 +58,8 @@ NUMBERS = tl.constexpr(10)
 
 
 @triton.jit
-def locate(table, tile_tensor):
-    """This program's tensor, its row of the table, the tile's first entry and how many entries it has."""
-    tile = tl.program_id(0)
+def locate(table, tile_tensor, tile):
+    """The tile's tensor, its row of the table, the tile's first entry and how many entries it has."""
     tensor = tl.load(tile_tensor + tile).to(tl.int64)
     row = table + tensor * FIELDS
     start = (tile - tl.load(row + FIRST_TILE)) * TILE
@@ -99,9 +98,9 @@ def entries():
 
 
 @triton.jit
-def words_of(x):
+def words_of(x, tile):
     """[QUADS, 1]: the word of each four entries, of an array with WORDS of them a tile."""
-    return tl.load(x + tl.program_id(0).to(tl.int64) * WORDS + (tl.arange(0, QUADS)[:, None] >> 3))
+    return tl.load(x + tile * WORDS + (tl.arange(0, QUADS)[:, None] >> 3))
 
 
 @triton.jit
@@ -126,10 +125,10 @@ def population(word):
 
 
 @triton.jit
-def places(tile_start, word_before, words, e):
+def places(tile_start, word_before, words, e, tile):
     """int64[QUADS, 4]: the place among all sent values of each entry whose bit is set."""
     below = population(words & ((1 << (e & 31)) - 1))
-    return tl.load(tile_start + tl.program_id(0)) + (words_of(word_before).to(tl.int32) + below)
+    return tl.load(tile_start + tile) + (words_of(word_before, tile).to(tl.int32) + below)
 
 
 @triton.jit

@@ -117,11 +117,11 @@ class Steps:
         values = torch.empty(sum(m.k for m in self.masks.values()), device="cuda")
         torch.cuda._sleep(20_000_000)  # about 10 ms, in which the host gets ahead
         kernels = line.measure("prepare", lambda: fused_step(self.slots, self.kernels, self.step, self.masks))
-        line.measure("form+pack", lambda: kernels.form(values, self.own, None, False))
+        line.measure("form+pack", lambda: kernels.form(values, self.own, None))
         payloads = line.measure("select", lambda: select_encoded(self.chosen()))
         line.measure(f"select, 1 of {RANKS}", lambda: kernels.choose(self.owned))
         self.slots[0].group["step"] += 1
-        line.measure("update", lambda: kernels.update(None))
+        line.measure("update", lambda: kernels.update(None, {}))
         kernels.finish()
         self.kernels = kernels
         self.masks = {

@@ -59,8 +59,8 @@ def _grad(row, start, e, left, GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, TAI
 
 @triton.jit
 def _form(row, number, tile, start, left, bits, tile_start, word_before, previous, values, scale,
-          GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr, ASSEMBLY: tl.constexpr,
-          TAIL: tl.constexpr):  # fmt: skip
+          GRAD_TYPE: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr, PREVIOUS: tl.constexpr,
+          ASSEMBLY: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     e = entries()
     residual = array(row, RESIDUAL, tl.float32, ALIGN) + start
     momentum = array(row, MOMENTUM, tl.float32, ALIGN) + start

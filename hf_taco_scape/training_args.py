@@ -167,7 +167,10 @@ class TacoScapeArguments(TacoScapeOptions, TrainingArguments):
         default=0.01, metadata={"help": "Share of each matrix that is sent a step, in (0, 1]: 0.01 is 99 % sparse."}
     )
     scape_second_moment: str = field(
-        default="row", metadata={"help": "row (one number an output row), or adams (the paper: the last momentum)."}
+        default="factored",
+        metadata={
+            "help": "factored (a row's times a column's), row (a row's alone), or adams (the paper: last momentum)."
+        },
     )
     scape_mask: str = field(
         default="topk", metadata={"help": "topk (the paper: an owner's largest), cyclic or random (no mask traffic)."}

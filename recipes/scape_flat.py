@@ -224,7 +224,7 @@ class FlatScape:
     def _update(self, lr, momentum, v, vectors) -> None:
         t, (b1, b2) = self.count, self.betas
         m = self.momentum[self.size :]
-        if self.second is None or self.second.kind == "row":
+        if self.second is None or self.second.kind in ("row", "factored"):
             vector_v = m.square().mul_(b2).addcmul_(vectors, vectors, value=1 - b2)
         else:
             vector_v = self.vector_v.mul_(b2).addcmul_(vectors, vectors, value=1 - b2)

@@ -21,6 +21,7 @@ from hf_taco_scape.sync.mask import (
     select_topk,
 )
 from hf_taco_scape.sync.norms import clip_coefficient, model_norm
+from hf_taco_scape.sync.second_moment import TINY
 from hf_taco_scape.sync.slot import Slot
 from hf_taco_scape.sync.step_ops import decoded_grad, form_, keep_unsent_, row_square_sums, sparse_update_
 
@@ -64,7 +65,8 @@ class SimulatedScape:
         self.param_groups = [DEFAULTS | defaults | group for group in groups]
         self.world, self.schedule = world, DensitySchedule(density, warmup_steps, hold_steps)
         self.max_grad_norm, self.seed, self.residual_decay = max_grad_norm, seed, residual_decay
-        self.mask_kind, self.clip, self.rows = mask, clip, second_moment == "row"
+        self.mask_kind, self.clip = mask, clip
+        self.rows, self.factored = second_moment in ("row", "factored"), second_moment == "factored"
         self.slots = [self._slot(p, group, layout(p)) for group in self.param_groups for p in group["params"]]
         for i, slot in enumerate(self.slots):
             slot.index = i
@@ -87,6 +89,7 @@ class SimulatedScape:
         if sparse:
             residual = slot.momentum.new_zeros(self.world, p.numel())
             slot.state |= {"residual": residual, "second_moment": slot.momentum.new_zeros(slot.rows)}
+            slot.state["column_moment"] = slot.momentum.new_zeros(slot.columns)
         return slot
 
     @property
@@ -208,14 +211,16 @@ class SimulatedScape:
 
     def _row_moments(self, grads, scale) -> None:
         for slot in self.sparse:
-            momentum, dims = slot.state["momentum"], slot.layout.row_dims
-            length = slot.numel // slot.rows
-            means = [
-                row_square_sums(g, momentum, dims, None if scale is None else scale[rank]) / length
-                for rank, g in enumerate(grads[slot.index])
-            ]
-            b2 = slot.group["betas"][1]
-            slot.state["second_moment"].mul_(b2).add_(mean_in_rank_order(means), alpha=1 - b2)
+            kinds = [("second_moment", slot.layout.row_dims, slot.columns)]
+            if self.factored:
+                kinds.append(("column_moment", slot.column_dims, slot.rows))
+            for name, dims, length in kinds:
+                means = [
+                    row_square_sums(g, slot.state["momentum"], dims, None if scale is None else scale[rank]) / length
+                    for rank, g in enumerate(grads[slot.index])
+                ]
+                b2 = slot.group["betas"][1]
+                slot.state[name].mul_(b2).add_(mean_in_rank_order(means), alpha=1 - b2)
 
     def _clip(self, means) -> torch.Tensor:
         norms = []
@@ -245,11 +250,18 @@ class SimulatedScape:
                     **hyper,
                     clip=clip,
                     second_moment=slot.state["second_moment"] if self.rows else None,
+                    column_factors=self._column_factors(slot),
                     row_dims=slot.layout.row_dims,
                 )
             else:
                 grad = (mean if clip is None else mean * clip).view(slot.param.shape)
                 adams_update_([slot.param], [grad], [slot.state["momentum"]], **hyper)
+
+    def _column_factors(self, slot: Slot) -> torch.Tensor | None:
+        if not self.factored:
+            return None
+        columns = slot.state["column_moment"]
+        return columns / (torch.linalg.vector_norm(columns, 1) / slot.columns).clamp_min(TINY)
 
     def figures(self) -> dict[str, float]:
         """residual_over_momentum (mean over ranks), clipped_share, and bytes_sent by one rank so far."""

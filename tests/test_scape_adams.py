@@ -580,7 +580,7 @@ def test_one_rank_runs_and_says_so():
         ({"density": 1.5}, "density must lie"),
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"values": "fp8"}, "values must be one of fp32, bf16"),
-        ({"second_moment": "adam"}, "second_moment must be one of adams, row"),
+        ({"second_moment": "adam"}, "second_moment must be one of adams, row, factored"),
         ({"mask": "top-k"}, "mask must be one of topk, cyclic, random"),
         ({"clip": "norm"}, "clip must be one of ghat, local"),
         ({"max_grad_norm": 0.0}, "must be > 0"),

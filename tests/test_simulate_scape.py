@@ -94,6 +94,8 @@ FLAT = {
     "unclipped": {},
     "adams_local": {"clip": "local", "max_grad_norm": 3.0},
     "row_local": {"second_moment": "row", "clip": "local", "max_grad_norm": 3.0},
+    "factored_local": {"second_moment": "factored", "clip": "local", "max_grad_norm": 3.0},
+    "factored_random": {"second_moment": "factored", "mask": "random"},
     "row_random": {"second_moment": "row", "mask": "random"},
     "row_cyclic": {"second_moment": "row", "mask": "cyclic"},
     "half": {"mask": "half"},
@@ -352,8 +354,8 @@ def test_rehearsal_trains_records_and_resumes(study):
 def test_a_configuration_gives_the_same_numbers_in_any_company(study):
     """Models are reset in place: what ran before must not show."""
     flags = ("--preset", "rehearsal", "--set", "steps=4", "--only")
-    together = study(*flags, "gpt2.*(adamw/d1.0|kept-topk/d0.1)/")
-    alone = study(*flags, "gpt2.*kept-topk/d0.1/", out="alone.jsonl")
+    together = study(*flags, "gpt2.*/(adamw/d1.0|kept-topk/d0.1)/")
+    alone = study(*flags, "gpt2.*/kept-topk/d0.1/", out="alone.jsonl")
     assert together[-1]["val"] == alone[0]["val"]
 
 

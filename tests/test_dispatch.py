@@ -326,6 +326,7 @@ def _with_symm_mem(reasons, codec="fp8", dtype=torch.float32, **options):
     logger.addHandler(handler), logger.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "symm_mem", fused)
+        patch.setattr(dispatch, "AUTO_BACKENDS", ("c10d", "symm_mem"))
         try:
             comm = open_communicator(dist.group.WORLD, codec, device=CPU, **{"min_bytes": 2048, **options})
             for numel in (100, 1000):

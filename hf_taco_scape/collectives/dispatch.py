@@ -28,6 +28,8 @@ from .routes import Route, RouteTable, fixed_table
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "c10d", "symm_mem")
+# what auto chooses from; symm_mem joins it when all of tests/test_symm_mem.py has passed on GPUs
+AUTO_BACKENDS = ("c10d",)
 
 _COMMUNICATORS: weakref.WeakValueDictionary[int, "Communicator"] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
@@ -185,7 +187,7 @@ def open_communicator(
 
     min_bytes: "auto" measures which route is fastest at which size (seconds, kept on disk by machine and version), or
     a number: smaller messages travel uncompressed. backend: c10d (the process group's collectives), symm_mem (fused
-    kernels), or auto: measured, symm_mem where it can start. operations: what will be sent. agree_over: groups whose
+    kernels), or auto: what AUTO_BACKENDS names, measured. operations: what will be sent. agree_over: groups whose
     members must choose alike too (data-parallel ones).
 
     Raises ValueError for unknown names, for codecs that this GPU cannot run, and, naming why, where symm_mem was asked
@@ -239,14 +241,14 @@ def _codec_refusal(comm: Communicator, device: torch.device) -> str | None:
 
 def _start_backends(comm: Communicator, backend: str, device: torch.device, groups) -> tuple[str, ...]:
     """The backends to choose from; opens the workspace of symmetric memory where it is among them."""
-    if backend == "c10d":
+    if "symm_mem" not in (AUTO_BACKENDS if backend == "auto" else (backend,)):
         return ("c10d",)
     reason = _first_of(_why_no_symm_mem(comm, device), groups)
     if reason is None:
         numel = SIZES[-1] // torch.bfloat16.itemsize
         inboxes = [symm_mem.inbox_bytes(numel, comm.size, codec, torch.bfloat16) for codec in comm._codecs.values()]
         comm.workspace = symm_mem.SymmetricWorkspace(comm.group, device, max(inboxes))
-        return ("symm_mem",) if backend == "symm_mem" else ("c10d", "symm_mem")
+        return ("symm_mem",) if backend == "symm_mem" else AUTO_BACKENDS
     if backend == "symm_mem":
         raise ValueError(f"tp_backend symm_mem cannot start: {reason}. Choose auto or c10d")
     if comm._is_first(groups):

@@ -135,15 +135,15 @@ class Drifting(Fp8Codec):
 
     name = "drifting"
 
-    def decode_sum(self, wires, numel, dtype):
-        return super().decode_sum(wires, numel, dtype) + 1e-3 * dist.get_rank()
+    def decode_rows(self, wire, numel, dtype):
+        return super().decode_rows(wire, numel, dtype) + 1e-3 * dist.get_rank()
 
 
 class Lossy(Fp8Codec):
     name = "lossy"
 
-    def decode_sum(self, wires, numel, dtype):
-        return 0.5 * super().decode_sum(wires, numel, dtype)
+    def decode_rows(self, wire, numel, dtype):
+        return 0.5 * super().decode_rows(wire, numel, dtype)
 
 
 def _try_codecs():

@@ -52,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-rivals", action="store_true", help="time the kernels only")
     parser.add_argument("--results", type=Path, default=RESULTS, help="CSV file that the rows are appended to")
     parser.add_argument("--sweep", type=Path, metavar="CSV", help="time all splits at 64 MB first, into this file")
+    parser.add_argument("--sweep-codecs", nargs="+", default=list_codecs(), help="that all splits are tried for")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that build")
     parser.add_argument("--build", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -281,15 +282,21 @@ def show(rows: list[dict]) -> None:
     Console(width=120).print(table)
 
 
-def sweep_jobs(codecs: list[str]) -> list[tuple[str, str, int, int]]:
-    lossy = [name for name in codecs if name != "none"]
-    return [(n, o, *s) for n in lossy for o in OPERATIONS for s in SPLITS[n == "taco" or n.startswith("hadamard")]]
+def sweep_jobs(args: argparse.Namespace) -> list[tuple[str, str, int, int]]:
+    """(codec, operation, pieces, warps): all splits of the codecs to sweep, of the others the one they have."""
+
+    def splits(name, operation):
+        if name in args.sweep_codecs and name != "none":
+            return SPLITS[name == "taco" or name.startswith("hadamard")]
+        return [launch.TUNED.get((name, operation), launch.DEFAULT)]
+
+    return [(n, o, *split) for n in args.codecs for o in OPERATIONS for split in splits(n, o)]
 
 
 def build(shard: str, args: argparse.Namespace) -> None:
     """Build every split's kernel of shard i/n: Triton keeps them on disk."""
     index, count = map(int, shard.split("/"))
-    for name, operation, pieces, warps in sweep_jobs(args.codecs)[index::count]:
+    for name, operation, pieces, warps in sweep_jobs(args)[index::count]:
         codec = get_codec(name)
         launch.TUNED[name, operation] = (pieces, warps)
         make_message(codec, 2**16, DTYPES[args.dtype], rotated=0).calls(codec)[operation](0)
@@ -297,26 +304,27 @@ def build(shard: str, args: argparse.Namespace) -> None:
 
 def sweep(args: argparse.Namespace) -> None:
     """Time every split at 64 MB, print a line each codec and operation, best first, and leave the best in TUNED."""
-    command = [sys.executable, __file__, "--dtype", args.dtype, "--codecs", *args.codecs, "--build"]
+    command = [sys.executable, __file__, "--dtype", args.dtype, "--codecs", *args.codecs]
+    command += ["--sweep-codecs", *args.sweep_codecs, "--build"]
     start = time.perf_counter()
     builders = [subprocess.Popen([*command, f"{i}/{args.jobs}"]) for i in range(args.jobs)]
     failed = sum(builder.wait() != 0 for builder in builders)
     print(f"built in {time.perf_counter() - start:.0f} s, {failed} of {args.jobs} processes failed", flush=True)
     found, messages = [], {}
-    for name, operation, pieces, warps in sweep_jobs(args.codecs):
-        codec = get_codec(name)
-        if name not in messages:
-            messages = {name: make_message(codec, SWEEP_BYTES, DTYPES[args.dtype])}
-        launch.TUNED[name, operation] = (pieces, warps)
-        if right(codec, messages[name], [operation]):
-            call, traffic = messages[name].calls(codec)[operation], messages[name].traffic(operation)
-            microseconds = float(graph_microseconds(call, 8, 15).median())
-            found.append([name, operation, pieces, warps, round(microseconds, 2), round(traffic / microseconds / 1e3)])
-        del launch.TUNED[name, operation]
-    with args.sweep.open("w", newline="") as file:
+    with args.sweep.open("w", newline="", buffering=1) as file:
         writer = csv.writer(file)
         writer.writerow(["codec", "operation", "pieces", "warps", "us", "GB/s"])
-        writer.writerows(found)
+        for name, operation, *split in sweep_jobs(args):
+            codec = get_codec(name)
+            if name not in messages:
+                messages = {name: make_message(codec, SWEEP_BYTES, DTYPES[args.dtype])}
+            launch.TUNED[name, operation] = tuple(split)
+            if right(codec, messages[name], [operation]):
+                call, traffic = messages[name].calls(codec)[operation], messages[name].traffic(operation)
+                us = float(graph_microseconds(call, 8, 15).median())
+                found.append([name, operation, *split, round(us, 2), round(traffic / us / 1e3)])
+                writer.writerow(found[-1])
+            del launch.TUNED[name, operation]
     for (name, operation), group in itertools.groupby(found, key=lambda row: tuple(row[:2])):
         best = sorted(group, key=lambda row: row[4])
         launch.TUNED[name, operation] = tuple(best[0][2:4])
@@ -334,7 +342,7 @@ def main() -> None:
     if args.sweep:
         sweep(args)
     copy, rows, wrong = copy_gbs(), [], False
-    for name, size in itertools.product(args.codecs, args.sizes):
+    for size, name in itertools.product(args.sizes, args.codecs):
         found = measure(get_codec(name), size, args, copy)
         append_rows(found, args.results)
         rows, wrong = rows + found, wrong or not found

@@ -191,7 +191,29 @@ FOURTH = [
     *grid(("factored-topk",), (2e-3,), seeds=(1, 2), **FINETUNE),
     *grid(("factored-topk",), (2e-3,), seeds=(1, 2)),
 ]
+# the step as shipped: seeds, longer runs, runs to dense's loss, the rivals' other learning rates
+FIFTH = [
+    *grid(("adamw",), (2e-3,), seeds=(0, 1, 2)),
+    *grid(("factored-topk", "factored-random"), (2e-3, 4e-3), seeds=(0,)),
+    *grid(("adamw",), (1e-3,), seeds=(0, 1, 2), **FINETUNE),
+    *grid(("factored-topk",), (2e-3,), seeds=(0, 1, 2), **FINETUNE),
+    *grid(("factored-random",), (4e-3,), HIGH, steps=1800),
+    *grid(("factored-random",), (4e-3,), LOW, steps=2400),
+    *grid(("paper",), (2e-3, 5e-4)),
+    *grid(("adams",), (1e-3, 2e-3, 4e-3)),
+    *grid(("adams-local", "row-random", "row-cyclic", "row-half"), (2e-3,)),
+    *grid(("factored-topk", "paper"), (2e-3,), model="qwen"),
+    *grid(("adamw",), (2e-3,), steps=4800, seeds=(1,)),
+    *grid(("factored-random",), (4e-3,), steps=4800, seeds=(1,)),
+    *grid(("factored-topk",), (2e-3,), steps=4800),
+    *grid(("naive",), (4e-3,)),
+    *grid(("factored-random",), (4e-3,), seeds=(1, 2)),
+    *grid(("factored-topk",), (2e-3,), seeds=(1, 2)),
+    *grid(("adamw",), (1e-3,), model="qwen", **FINETUNE),
+    *grid(("factored-topk",), (2e-3,), model="qwen", **FINETUNE),
+]
 PRESETS = {
+    "fifth": FIFTH,
     "fourth": FOURTH,
     "third": THIRD,
     "second": SECOND,

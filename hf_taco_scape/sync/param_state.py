@@ -46,11 +46,16 @@ def complete_state(slot: Slot, options: dict, residual_device: torch.device | No
             fresh["column_moment"] = lambda: torch.zeros(slot.columns, **like)
         if options["mask"] == "cyclic":
             fresh["mask_start"] = int
+    if options["mask"] != "cyclic":
+        state.pop("mask_start", None)
     missing = sorted(fresh.keys() - state.keys())
-    if state and missing:
+    # nobody keeps these up now, yet the update would read them
+    surplus = sorted(state.keys() - fresh.keys() - {"mask", "mask_k"})
+    if state and missing or surplus:
+        said = [f"{verb} {', '.join(keys)}" for verb, keys in (("lacks", missing), ("has", surplus)) if keys]
         raise ValueError(
-            f"the loaded state of a parameter of shape {tuple(p.shape)} lacks {', '.join(missing)}: it was saved with "
-            f"other options; now {options}"
+            f"the loaded state of a parameter of shape {tuple(p.shape)} {' and '.join(said)}: it was saved with "
+            f"other options; now {options}. Resume with those it was saved with, or start a new optimizer"
         )
     for key in missing:
         state[key] = fresh[key]()

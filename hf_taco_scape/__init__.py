@@ -19,7 +19,7 @@ _EXPORTS = {
     "TacoScapeAccelerator": "accelerator",
     "ScapeCallback": "callback",
     "scape_optimizer": "scape",
-    "AdamS": "optim",
+    "AdamS": "sync",  # not optim, which knows torch only: sync hands it the Triton kernels
     "ScapeAdamS": "sync",
     "parallelize": "parallel",
     "gather_state_dict": "parallel",

@@ -109,7 +109,7 @@ def scape_optimizer(**kwargs) -> tuple:
     Takes ScapeAdamS's arguments. Matrices are synchronised by the optimizer; norms and biases, which DDP averages,
     only take its dense step. Clipping is the optimizer's: pass max_grad_norm here and max_grad_norm=0 to
     TrainingArguments. With clip="local" a rank's own norm counts those averaged tensors as DDP left them, which
-    TacoScapeTrainer does not have to (about 1 % of the norm).
+    TacoScapeTrainer does not have to (about 1 % of the norm), and they are clipped by the ranks' mean coefficient.
     """
     return ScapeAdamSBesideDDP, kwargs
 

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -201,6 +203,16 @@ def test_sparse_gradients_are_refused():
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         AdamS(table.parameters()).step()
+
+
+def test_the_packages_name_brings_the_kernels_without_transformers():
+    code = (
+        "import sys\nfrom hf_taco_scape import AdamS\nfrom hf_taco_scape.optim import adams\n"
+        "assert AdamS is adams.AdamS\n"
+        "print(adams._kernels is not None, sorted({'transformers', 'accelerate', 'triton'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["True", "[]\n"]
 
 
 def test_it_imports_no_torch_distributed():

@@ -528,6 +528,31 @@ def test_dense_gradients_that_somebody_else_averages(pool):
         assert norm == pytest.approx((16 * 1.5**2 + 4) ** 0.5)
 
 
+@pytest.mark.parametrize("clip", ["ghat", "local"])
+def test_gradients_that_somebody_else_averages_are_unscaled_and_clipped_too(clip):
+    """On one rank they make the step of those averaged here, under a GradScaler too."""
+
+    def run(scale, already_reduced):
+        w, b = torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(4))
+        groups = [{"params": [w]}, {"params": [b], "already_reduced": already_reduced}]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = ScapeAdamS(groups, lr=0.1, clip=clip, max_grad_norm=0.5, eps=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
+        for t in range(3):
+            data = torch.Generator().manual_seed(t)
+            scaler.scale(torch.zeros(()))
+            w.grad, b.grad = (torch.randn(p.shape, generator=data) * scale for p in (w, b))
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.cat([w.detach().view(-1), b.detach()]), float(optimizer.last_norm)
+
+    expected, norm = run(1.0, False)
+    for scale, already_reduced in [(1.0, True), (1024.0, True), (1024.0, False)]:
+        got, other = run(scale, already_reduced)
+        assert (got - expected).abs().max() < 1e-6 and other == pytest.approx(norm)
+
+
 def low_precision():
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(40, 30).bfloat16())

@@ -49,6 +49,7 @@ class GradSync:
         self.sparse = [s for s in slots if s.sparse]
         self.dense = [s for s in slots if not s.sparse]
         self._averaged_here = [s for s in self.dense if not s.group["already_reduced"]]
+        self._any_reduced = len(self._averaged_here) < len(self.dense)
         self.clip, self.ordered, self.meter = clip, ordered, meter
         self.values_dtype, self.state_dtype = values_dtype, state_dtype
         self.group, self.tp_group = group, tp_group
@@ -85,6 +86,8 @@ class GradSync:
         if self.clip == "local" and (max_norm is not None or need_norm):
             norm, coefficient = self._local_norm(max_norm, inverse_scale)
             local = [norm, (coefficient < 1).to(norm.dtype)]
+            if self._any_reduced:
+                local.append(coefficient)
             scale = coefficient if inverse_scale is None else coefficient * inverse_scale
         self._chosen = self.masks.to_choose(step)
         self._own_k = {slot.index: k for slot, k in self._chosen if slot.owner == self.rank}
@@ -101,7 +104,8 @@ class GradSync:
         self.meter.add(
             *(ring_all_reduce_bytes(nbytes, self.world) for nbytes in (self._dense_bytes, self._message.nbytes))
         )
-        self._read_exact(bool(local))
+        self._reduced_scale = inverse_scale
+        self._read_exact(len(local))
         if self.clip == "ghat" and (max_norm is not None or need_norm):
             self._averaged_norm(max_norm)
 
@@ -112,7 +116,7 @@ class GradSync:
         return sum(s.numel * s.param.element_size() for s in self.sparse + self._averaged_here)
 
     def _new_message(self, n_local: int) -> None:
-        """[c on the masks, tensor by tensor | dense gradients | second moments | own norm, whether it was clipped]"""
+        """[c on the masks, tensor by tensor | dense gradients | second moments | own norm, clipped or not, by what]"""
         self._spans, first = {}, 0
         for slot in self.sparse:
             self._spans[slot.index] = (first, first + self.masks.masks[slot.index].k)
@@ -179,13 +183,16 @@ class GradSync:
         if parts:
             torch._foreach_copy_(list(self._message.exact.split([p.numel() for p in parts])), parts)
 
-    def _read_exact(self, has_local: bool) -> None:
+    def _read_exact(self, n_local: int) -> None:
         sizes = [s.numel for s in self._averaged_here] + self._moments.numels()
-        *parts, local = self._message.exact.split([*sizes, 2 if has_local else 0])
+        *parts, local = self._message.exact.split([*sizes, n_local])
         self._dense_means = {s.index: part for s, part in zip(self._averaged_here, parts, strict=False)}
         self._moments.learn(parts[len(self._averaged_here) :])
-        if has_local:
-            self.norm, self.clipped = local.clone()
+        if n_local:
+            self.norm, self.clipped, *coefficient = local.clone()
+            for mean in coefficient:
+                # averaged before this rank's own norm was known: the ranks' mean coefficient stands for each one's
+                self._reduced_scale = mean if self._reduced_scale is None else mean * self._reduced_scale
 
     # -- norms -------------------------------------------------------------------------------------------------
 
@@ -223,10 +230,12 @@ class GradSync:
         return self._values(slot).to(slot.momentum.dtype)
 
     def dense_mean(self, slot: Slot) -> torch.Tensor:
-        """The averaged gradient of a dense tensor, flat, before clipping."""
+        """The averaged gradient of a dense tensor, flat, before clipping to its own norm (after clip "local")."""
         if slot.index in self._dense_means:
             return self._dense_means[slot.index]
-        return torch.zeros_like(slot.momentum) if slot.grad is None else slot.grad
+        if slot.grad is None:
+            return torch.zeros_like(slot.momentum)
+        return slot.grad if self._reduced_scale is None else slot.grad.to(self.state_dtype) * self._reduced_scale
 
     @torch.no_grad()
     def update_sparse(self) -> None:

@@ -49,7 +49,8 @@ class Codec(ABC):
 
     A subclass sets `name` and `bits_per_element` (payload and scales, for whole groups) and writes `wire_bytes`,
     `encode_rows` and `decode_rows`; the rest follows. Decoding must depend on the bytes alone: all ranks decode the
-    same bytes and have to get the same bits. A codec with Triton kernels also has `make_kernels` (see device.py).
+    same bytes and have to get the same bits. A codec with Triton kernels also has `make_kernels`; a subclass that
+    overrides functions of such a codec runs in torch, as written, unless it has its own (see device.py).
     """
 
     name: str

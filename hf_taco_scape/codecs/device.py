@@ -7,6 +7,8 @@ hardware agree. The twin stays the reference: `with torch_twins():` runs it on a
 import contextlib
 import functools
 import importlib.util
+import itertools
+import types
 from collections.abc import Iterator
 
 import torch
@@ -40,7 +42,7 @@ def _kernels_on_cuda(codec, device: torch.device):
     from ..kernels.launch import supports
 
     if supports(device):
-        return codec.make_kernels()
+        return codec.make_kernels() if kernel_class(type(codec)) else None
     if codec.needs_e4m3:
         name, major_minor = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         raise ValueError(
@@ -48,6 +50,23 @@ def _kernels_on_cuda(codec, device: torch.device):
             f"{major_minor[1]}: choose hadamard-int8, hadamard-int6 or int8"
         )
     return None
+
+
+@functools.cache
+def kernel_class(cls: type) -> type | None:
+    """The class whose code the kernels of codecs of class `cls` repeat: the one that wrote `make_kernels`.
+
+    None where a subclass of it has functions of its own in place of inherited ones: no kernel knows them, so its torch
+    code runs. A subclass that has kernels for what it changes writes `make_kernels` too.
+    """
+    below = list(itertools.takewhile(lambda base: "make_kernels" not in vars(base), cls.__mro__))
+    owner = cls.__mro__[len(below)]
+    for base in below:
+        for name, value in vars(base).items():
+            code = isinstance(value, types.FunctionType | property | classmethod | staticmethod)
+            if code and not name.startswith("__") and hasattr(owner, name):
+                return None
+    return owner
 
 
 def with_kernels(cls):

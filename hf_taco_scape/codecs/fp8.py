@@ -31,6 +31,9 @@ class Fp8Codec(ScaledGroupCodec):
     bits, qmax, hadamard = 8, E4M3_MAX, False
     needs_e4m3 = True
 
+    def make_kernels(self):
+        return self.scaled_kernels()
+
     def quantise(self, scaled: torch.Tensor) -> torch.Tensor:
         return pack_e4m3(scaled)
 

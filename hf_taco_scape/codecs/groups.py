@@ -139,7 +139,8 @@ class ScaledGroupCodec(Codec):
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.bfloat16) -> int:
         return self.layout(numel).total_bytes
 
-    def make_kernels(self):
+    def scaled_kernels(self):
+        """What `make_kernels` returns of a subclass whose quantise, pack and unpack the kernels repeat."""
         from ..kernels.launch import ScaledKernels
 
         return ScaledKernels(self.name, self.qmax, self.bits, self.hadamard)

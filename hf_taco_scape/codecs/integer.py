@@ -18,6 +18,9 @@ class IntegerCodec(ScaledGroupCodec):
         self.name = f"{'hadamard-' if hadamard else ''}int{bits}"
         self._pack, self._unpack = _PACKING[bits]
 
+    def make_kernels(self):
+        return self.scaled_kernels()
+
     def quantise(self, scaled: torch.Tensor) -> torch.Tensor:
         # by way of int8, which is eight times as fast on a CPU as fp32 -> uint8; 127 + 127 wraps as it should
         return scaled.round_().to(torch.int8).add_(self.qmax)

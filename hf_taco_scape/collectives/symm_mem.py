@@ -11,8 +11,10 @@ import torch
 
 from ..codecs import Codec, get_codec
 from ..codecs.codec import check_dtype
-from ..codecs.groups import ScaledGroupCodec
+from ..codecs.device import kernel_class
+from ..codecs.fp8 import Fp8Codec
 from ..codecs.identity import IdentityCodec
+from ..codecs.integer import IntegerCodec
 from ..codecs.taco import TacoCodec
 from ..kernels.symm_format import Format, Pieces
 from .meter import ByteMeter, ring_all_reduce_bytes, ring_half_bytes
@@ -132,11 +134,12 @@ def _chunk(numel: int, ranks: int) -> int:
 @functools.cache
 def _format(codec: Codec, dtype: torch.dtype):
     """The codec as the kernels see it; ValueError for one that they do not have."""
-    if isinstance(codec, IdentityCodec):
+    repeated = kernel_class(type(codec))
+    if repeated is IdentityCodec:
         return Format(0, 8 * dtype.itemsize, False, 0, pieces=4 // dtype.itemsize)
-    if isinstance(codec, TacoCodec):
+    if repeated is TacoCodec:
         return Format(448, 8, True, 2)
-    if isinstance(codec, ScaledGroupCodec):
+    if repeated in (Fp8Codec, IntegerCodec):
         return Format(codec.qmax, codec.bits, codec.hadamard, 1)
     raise ValueError(f"codec {codec.name!r} has no kernels over symmetric memory: set tp_backend to c10d")
 

@@ -270,7 +270,8 @@ class TacoScapeAccelerator(Accelerator):
                 "loss.backward()"
             )
         self.unscale_gradients()
-        if self.gradients.scape is optimizer.optimizer and has_gradients:
+        # also on a rank without a gradient: the others wait for its part of the message
+        if self.gradients.scape is optimizer.optimizer:
             self.gradients.exchange(None, self.scaler)
 
     def after_step(self) -> None:

@@ -349,6 +349,27 @@ def test_fp16_overflow_on_one_rank_leaves_everything_untouched(pool):
         assert scale == 4.0
 
 
+def _nothing_for_the_optimizer(clip):
+    """Rank 1's loss reaches only a part of the model that the optimizer does not hold."""
+    accelerator = TacoScapeAccelerator(dp_sync="scape")
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"trained": torch.nn.Linear(6, 5), "other": torch.nn.Linear(6, 5)})
+    options = dict(density=0.2, clip=clip, second_moment="factored")
+    model, optimizer = accelerator.prepare(model, ScapeAdamS(model["trained"].parameters(), **options))
+    for _ in range(4):
+        part = model["other" if dist.get_rank() == 1 else "trained"]
+        accelerator.backward(part(torch.ones(3, 6)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model["trained"].weight.detach().clone(), accelerator.gradients.meter.snapshot()
+
+
+@pytest.mark.parametrize("clip", ["local", "ghat"])
+def test_a_rank_without_any_gradient_takes_part(pool, clip):
+    (weight, sent), (other, sent_by_other) = pool.run(2, _nothing_for_the_optimizer, clip, timeout_s=60)
+    assert torch.equal(weight, other) and sent == sent_by_other
+
+
 def _refused():
     accelerator = TacoScapeAccelerator(dp_sync="scape")
     model = tiny.build("gpt2")

@@ -169,7 +169,8 @@ def examine_links(device: torch.device, tp_size: int, options: dict, halves: boo
     report = {"ranks": dist.get_world_size(), "tp_size": tp_size, "backend": dist.get_backend()}
     reason = why_not(dims.tp_group, device)
     report["symm_mem"] = {"available": reason is None, "reason": reason}
-    findings = [_try_codec(get_codec(name), dims.tp_group, device) for name in list_codecs()]
+    everywhere, findings = _codecs_of_all_ranks()
+    findings += [_try_codec(get_codec(name), dims.tp_group, device) for name in everywhere]
     good = [one.what.removeprefix("codec ") for one in findings if one.level == "ok"]
     if len(good) > 1:
         findings = [one for one in findings if one.level != "ok"]
@@ -187,6 +188,19 @@ def examine_links(device: torch.device, tp_size: int, options: dict, halves: boo
     if reason and device.type == "cuda":
         findings.append(Finding("note", "symm_mem", f"cannot start: {reason}"))
     return report, findings
+
+
+def _codecs_of_all_ranks() -> tuple[list[str], list[Finding]]:
+    """The names that every rank knows, and a finding for each that only some do; collective over the world."""
+    known = [None] * dist.get_world_size()
+    dist.all_gather_object(known, list_codecs())
+    some = sorted({name for names in known for name in names if not all(name in other for other in known)})
+    fix = "call register_codec on every rank, before the model is split"
+    strangers = [
+        Finding("problem", f"codec {name}", f"not known to rank {[name in n for n in known].index(False)}", fix)
+        for name in some
+    ]
+    return [name for name in known[0] if name not in some], strangers
 
 
 def _try_codec(codec: Codec, group, device: torch.device) -> Finding:

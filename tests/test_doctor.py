@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from hf_taco_scape import diagnosis, doctor
+from hf_taco_scape.codecs import codec, register_codec
 from hf_taco_scape.codecs.fp8 import Fp8Codec
 from hf_taco_scape.collectives import crossover
 from hf_taco_scape.diagnosis import Finding, check_devices, check_hooks, check_versions, examine_links, versions
@@ -176,6 +177,19 @@ def test_what_cannot_start_is_a_problem(pool, tmp_path):
 def test_without_a_codec_there_is_nothing_to_choose(pool, tmp_path):
     for report, found in pool.run(2, _examined, 2, tmp_path, codec="none"):
         assert problems(found) == {} and report["auto"] == []
+
+
+def _examined_with_a_codec_of_rank_1(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "_FACTORIES", dict(codec._FACTORIES))
+        if dist.get_rank() == 1:
+            register_codec("of rank 1", Fp8Codec)
+        return _examined(2, folder)
+
+
+def test_a_codec_of_some_ranks_is_a_problem_and_no_hang(pool, tmp_path):
+    for _, found in pool.run(2, _examined_with_a_codec_of_rank_1, tmp_path):
+        assert problems(found)["codec of rank 1"].startswith("not known to rank 0 | call register_codec")
 
 
 def test_groups_within_the_world_are_examined_alike(pool, tmp_path):

@@ -1,6 +1,6 @@
 """ScapeCallback: SCAPE on a stock transformers.Trainer, data parallel only.
 
-    Trainer(..., callbacks=[ScapeCallback()], optimizer_cls_and_kwargs=scape_optimizer(max_grad_norm=1.0))
+    Trainer(..., callbacks=[ScapeCallback()], optimizer_cls_and_kwargs=scape_optimizer(lr=..., max_grad_norm=1.0))
 
 with plain TrainingArguments (max_grad_norm=0: the Trainer would clip gradients that are not averaged yet). The
 callback takes the matrices out of DistributedDataParallel, which goes on averaging norms and biases; ScapeAdamS does
@@ -8,6 +8,7 @@ the rest in its step.
 """
 
 import logging
+import warnings
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .parallel import ParallelDims
 from .parallel.optimizer_state import load_optimizer_states, save_optimizer_states
-from .scape import merge_for_other_dp_size, scape_figures
+from .scape import ScapeAdamSBesideDDP, merge_for_other_dp_size, scape_figures
 from .sync import ScapeAdamS
 from .sync.layout import module_layout
 from .training_args import TacoScapeArguments
@@ -64,6 +65,13 @@ class ScapeCallback(TrainerCallback):
             raise ValueError(
                 "ScapeCallback without ScapeAdamS would leave the matrices unsynchronised: build the Trainer with "
                 f"optimizer_cls_and_kwargs=scape_optimizer(...), not {type(self._optimizer).__name__}"
+            )
+        rate = self._optimizer.defaults["lr"]
+        if isinstance(self._optimizer, ScapeAdamSBesideDDP) and rate != args.learning_rate:
+            warnings.warn(
+                f"lr {rate} of scape_optimizer trains, not learning_rate {args.learning_rate} of TrainingArguments: "
+                "the Trainer does not pass it on. Write scape_optimizer(lr=args.learning_rate, ...)",
+                stacklevel=2,
             )
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         if any(p.ndim >= 2 and name not in ignored for name, p in model.named_parameters()):

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import warnings
 
 import pytest
 import tiny
@@ -436,6 +437,27 @@ def _only_norms(tp):
 
 def test_only_norms_trainable(pool):
     assert pool.run(2, _only_norms, 1) == [3, 3]
+
+
+def _rates(given):
+    args = tf.TrainingArguments(
+        "out", use_cpu=True, report_to=[], max_grad_norm=0, max_steps=1, learning_rate=3e-4, save_strategy="no"
+    )
+    built = tf.Trainer(
+        tiny.build("gpt2"), args, train_dataset=tiny.rows(8, 0), callbacks=[ScapeCallback()],
+        optimizer_cls_and_kwargs=scape_optimizer(**given),
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        built.train()
+    return [str(w.message) for w in caught if "learning_rate" in str(w.message)]
+
+
+def test_callback_says_which_learning_rate_trains(pool):
+    """The Trainer does not give its own to an optimizer of optimizer_cls_and_kwargs."""
+    (said,), (also,) = pool.run(2, _rates, {})
+    assert said == also and "learning_rate 0.0003" in said and "lr 0.001" in said and "scape_optimizer(lr=" in said
+    assert pool.run(2, _rates, {"lr": 3e-4}) == [[], []]
 
 
 def _model_init():

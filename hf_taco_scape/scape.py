@@ -107,9 +107,10 @@ def scape_optimizer(**kwargs) -> tuple:
     """`optimizer_cls_and_kwargs` for a stock transformers.Trainer under DistributedDataParallel; see ScapeCallback.
 
     Takes ScapeAdamS's arguments, lr too: the Trainer hands none of TrainingArguments' on. Matrices are synchronised by
-    the optimizer; norms and biases, which DDP averages, only take its dense step. Clipping is the optimizer's: pass max_grad_norm here and max_grad_norm=0 to
-    TrainingArguments. With clip="local" a rank's own norm counts those averaged tensors as DDP left them, which
-    TacoScapeTrainer does not have to (about 1 % of the norm), and they are clipped by the ranks' mean coefficient.
+    the optimizer; norms and biases, which DDP averages, only take its dense step. Clipping is the optimizer's: pass
+    max_grad_norm here and max_grad_norm=0 to TrainingArguments. With clip="local" a rank's own norm counts those
+    averaged tensors as DDP left them, which TacoScapeTrainer does not have to (about 1 % of the norm), and they are
+    clipped by the ranks' mean coefficient.
     """
     return ScapeAdamSBesideDDP, kwargs
 

@@ -346,7 +346,9 @@ def test_unknown_codec_lists_the_known():
         get_codec("fp9")
 
 
-def test_register_codec():
+def test_register_codec(monkeypatch):
+    monkeypatch.setattr(codec_module, "_FACTORIES", dict(codec_module._FACTORIES))
+
     class Doubled(IdentityCodec):
         name = "test-registry"
 

@@ -20,7 +20,7 @@ def test_pairs():
     "pair,message",
     [
         (("x", None), "codec 'x' is not known; choose one of: .*taco.*int8-int4, int6-int4"),
-        (("fp8", "int8-int4"), "codec_backward 'int8-int4' is not known; choose one of: (?!.*int6-int4).*hadamard-int4"),
+        (("fp8", "int8-int4"), "'int8-int4' is not known; choose one of: (?!.*int6-int4).*hadamard-int4"),
         (("int8-int4", "hadamard-int4"), "is a preset of .*leave it out, or choose hadamard-int8 as the codec"),
     ],
 )

@@ -14,6 +14,20 @@ JOB_TIMEOUT_S = 300
 PRELOAD = ["torch", "torch.distributed", "transformers", "accelerate", "datasets", "hf_taco_scape"]
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """Tests marked `gpu` and `multi_gpu` are skipped where there are no such devices; Triton's interpreter needs none."""
+    import torch
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    needed = {"gpu": 1, "multi_gpu": 2}
+    found = torch.cuda.device_count()
+    for item in items:
+        for name in needed.keys() & {mark.name for mark in item.iter_markers()}:
+            if found < needed[name]:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed[name]} CUDA device(s), found {found}"))
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ PRELOAD = ["torch", "torch.distributed", "transformers", "accelerate", "datasets
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Tests marked `gpu` and `multi_gpu` are skipped where there are no such devices; Triton's interpreter needs none."""
+    """Tests marked `gpu` and `multi_gpu` are skipped without such devices; Triton's interpreter needs none."""
     import torch
 
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -40,6 +40,7 @@ class ScapeCallback(TrainerCallback):
     def __init__(self, resume_from: str | None = None) -> None:
         self._resume_from = resume_from
         self._optimizer: ScapeAdamS | None = None
+        self._ddp_seen = False  # in this train(): norms and biases had one gradient on all ranks
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         if isinstance(args, TacoScapeArguments):
@@ -79,6 +80,7 @@ class ScapeCallback(TrainerCallback):
                 "DistributedDataParallel still averages the matrices: the model was built after the Trainer "
                 "(model_init). Pass model=... to the Trainer"
             )
+        self._ddp_seen = False
         self._optimizer.bind(None, layout=module_layout(model))
         if dist.is_initialized():
             with torch.no_grad():  # DDP broadcasts only what it averages
@@ -88,6 +90,25 @@ class ScapeCallback(TrainerCallback):
             folder = Path(self._resume_from or Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             (own,) = load_optimizer_states(folder, self._dims(), merge_for_other_dp_size)
             self._optimizer.load_state_dict(own)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self._ddp_seen or not dist.is_initialized():
+            return
+        reduced = [p for group in self._optimizer.param_groups if group["already_reduced"] for p in group["params"]]
+        if not reduced:
+            return
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in reduced if p.grad is not None]
+        total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64, device=reduced[0].device)
+        ends = torch.stack([total, -total]).nan_to_num()  # an overflow is DDP's to spread and GradScaler's to see
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        largest, least = ends[0].item(), -ends[1].item()
+        if largest - least > 1e-5 * largest:
+            raise ValueError(
+                "gradients of norms and biases are not averaged: DistributedDataParallel does not wrap the model. A "
+                "Trainer leaves it out after evaluate() or predict() before train(): train first, or evaluate with a "
+                "Trainer of its own"
+            )
+        self._ddp_seen = True
 
     def on_save(self, args, state, control, **kwargs):
         # the Trainer has written rank 0's optimizer state for everybody; residuals are each rank's own

@@ -460,6 +460,31 @@ def test_callback_says_which_learning_rate_trains(pool):
     assert pool.run(2, _rates, {"lr": 3e-4}) == [[], []]
 
 
+def _train_after(what):
+    args = tf.TrainingArguments(
+        "out", use_cpu=True, report_to=[], max_grad_norm=0, max_steps=2, learning_rate=1e-3, save_strategy="no"
+    )
+    built = tf.Trainer(
+        tiny.build("gpt2"), args, train_dataset=tiny.rows(64, 0), eval_dataset=tiny.rows(4, 1),
+        callbacks=[ScapeCallback()], optimizer_cls_and_kwargs=scape_optimizer(lr=1e-3, second_moment="factored"),
+    )  # fmt: skip
+    if what == "evaluate":
+        built.evaluate()
+        with pytest.raises(ValueError, match="not averaged.*evaluate.*before train"):
+            built.train()
+        return None
+    built.train()
+    built.evaluate()
+    built.train()
+    return torch.cat([p.detach().flatten() for p in built.model.parameters()])
+
+
+def test_callback_refuses_a_trainer_that_left_ddp_out(pool):
+    """transformers' evaluate() before train() marks the model as prepared, and train() then wraps nothing."""
+    pool.run(2, _train_after, "evaluate")
+    assert torch.equal(*pool.run(2, _train_after, "train"))
+
+
 def _model_init():
     args = tf.TrainingArguments("out", use_cpu=True, report_to=[], max_grad_norm=0, max_steps=1)
     built = tf.Trainer(

@@ -330,25 +330,3 @@ def divide_exactly(tile, value, high, low, limit):
             piece = piece + (tl.fma(tl.fma(-q, tl.broadcast_to(value, x.shape), x), wide, q),)
         out = out + (piece,)
     return out
-
-
-@triton.jit
-def zero_behind(tile, group, numel, ROWS: tl.constexpr, TAIL: tl.constexpr):
-    """The tile with zeros behind `numel`, where decoded padding is noise."""
-    if TAIL:
-        if _is_last(numel, ROWS):
-            tile = _zero_behind(tile, group, numel)
-    return tile
-
-
-@triton.jit
-def _zero_behind(tile, group, numel):
-    LANES: tl.constexpr = tile[0][0].shape[1]
-    out = ()
-    for p in tl.static_range(len(tile)):
-        first = group[:, None] * GROUP + (p * LANES + tl.arange(0, LANES)[None, :]) * 8
-        piece = ()
-        for j in tl.static_range(8):
-            piece = piece + (tl.where(first + j < numel, tile[p][j], 0.0),)
-        out = out + (piece,)
-    return out

@@ -14,6 +14,7 @@ from .groups import (
     GROUP,
     NAN_BITS,
     SMALLEST_AMAX,
+    _is_last,
     add_tiles,
     clamp_tile,
     divide,
@@ -27,7 +28,6 @@ from .groups import (
     store_tile,
     through_half,
     tile_groups,
-    zero_behind,
 )
 from .words import e4m3_values, e4m3_words, load_words, store_words
 
@@ -226,6 +226,28 @@ def decode_sum_kernel(wire, out, wire_stride: tl.int64, message_stride: tl.int64
     store_tile(out, total, bad, group, numel, ROWS, PIECES, TAIL)
 
 
+@triton.jit
+def _zero_behind(tile, group, numel, ROWS: tl.constexpr, TAIL: tl.constexpr):
+    """The tile with zeros behind `numel`, where decoded padding is noise."""
+    if TAIL:
+        if _is_last(numel, ROWS):
+            tile = _zeros_from(tile, group, numel)
+    return tile
+
+
+@triton.jit
+def _zeros_from(tile, group, numel):
+    LANES: tl.constexpr = tile[0][0].shape[1]
+    out = ()
+    for p in tl.static_range(len(tile)):
+        first = group[:, None] * GROUP + (p * LANES + tl.arange(0, LANES)[None, :]) * 8
+        piece = ()
+        for j in tl.static_range(8):
+            piece = piece + (tl.where(first + j < numel, tile[p][j], 0.0),)
+        out = out + (piece,)
+    return out
+
+
 @triton.jit(do_not_specialize=["wire", "out", "message_stride", "messages", "groups", "numel", "limit"])
 def decode_sum_encode_kernel(wire, out, message_stride: tl.int64, messages: tl.int32, groups: tl.int64,
                              numel: tl.int64, limit: tl.float32, QMAX: tl.constexpr, BITS: tl.constexpr,
@@ -237,7 +259,7 @@ def decode_sum_encode_kernel(wire, out, message_stride: tl.int64, messages: tl.i
     group = tile_groups(groups, ROWS)
     total, _ = _load_sum(wire, message_stride, messages, groups, group, limit, QMAX, BITS, HADAMARD, PIECES, ALIGN,
                          False)  # fmt: skip
-    total = zero_behind(total, group, numel, ROWS, TAIL)
+    total = _zero_behind(total, group, numel, ROWS, TAIL)
     if HALF:
         total = through_half(total)
     scales = (out + groups * (GROUP * BITS // 8)).to(tl.pointer_type(tl.int16))

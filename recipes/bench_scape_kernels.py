@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench_collectives import percentiles
-from bench_kernels import copy_gbs, event_microseconds
+from gpu_timing import copy_gbs, event_microseconds
 from hf_taco_scape.optim.adams import adams_update_
 from hf_taco_scape.sync.device import FusedStep, fused_step, select_encoded, torch_twins
 from hf_taco_scape.sync.layout import TensorLayout

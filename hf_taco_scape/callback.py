@@ -34,12 +34,13 @@ class ScapeCallback(TrainerCallback):
         output_dir/checkpoint-N (the Trainer does not tell callbacks).
 
     The `grad_norm` that a stock Trainer logs is this rank's own; `on_log` puts the synchronised one, and SCAPE's
-    figures, into the logs that callbacks after this one see.
+    figures and bytes since the last log, into the logs that callbacks after this one see.
     """
 
     def __init__(self, resume_from: str | None = None) -> None:
         self._resume_from = resume_from
         self._optimizer: ScapeAdamS | None = None
+        self._logged_bytes: dict[str, int] = {}
         self._ddp_seen = False  # in this train(): norms and biases had one gradient on all ranks
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -120,6 +121,11 @@ class ScapeCallback(TrainerCallback):
         if self._optimizer is not None and "loss" in (logs or {}):
             norm = self._optimizer.last_norm
             logs.update(scape_figures(self._optimizer), **({} if norm is None else {"grad_norm": float(norm)}))
+            # what DDP averages is not in it
+            total = self._optimizer.meter.snapshot()
+            for way in ("dense", "sent"):
+                logs[f"dp_bytes_{way}"] = total[f"{way}_bytes"] - self._logged_bytes.get(f"{way}_bytes", 0)
+            self._logged_bytes = total
 
     @staticmethod
     def _dims() -> ParallelDims:

@@ -4,6 +4,8 @@ Order of a step: sums over tp of gradients that are parts (norms and KV heads th
 averages that overlap with the backward, or SCAPE's exchange inside its optimizer; then the norm, counted once over tp.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +34,7 @@ class StepGradients:
         self.began = False  # accelerator.backward has run, and with it this class
         self._norm: torch.Tensor | None = None  # SCAPE's, of the last synchronisation
         self._scape_due = False
+        self._limit: float | None = None  # what it clipped to
         self._summed: dict[nn.Parameter, torch.Tensor] = {}  # partial gradients that are sums already
         self._aside: dict[nn.Parameter, torch.Tensor] = {}  # the same, while more of them is computed
         self._average: OverlappedAverage | None = None
@@ -106,8 +109,12 @@ class StepGradients:
         if self.scape is None:
             return None
         if self._scape_due:
-            self._scape_due = False
+            self._scape_due, self._limit = False, max_norm
             self._norm = self.scape.sync(max_norm, scaler=scaler)
+        elif max_norm not in (None, math.inf, self._limit):
+            raise ValueError(
+                f"this step was synchronised with max_norm {self._limit}: clip once a step, not to {max_norm} now"
+            )
         return self._norm
 
     def clip(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:

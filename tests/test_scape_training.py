@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import warnings
 
 import pytest
@@ -168,7 +169,10 @@ def _callback_way(scape_options, accumulation):
         model=tiny.build("gpt2"), args=args, train_dataset=data, callbacks=[ScapeCallback(), recorder],
         optimizer_cls_and_kwargs=scape_optimizer(**options),
     )  # fmt: skip
-    assert isinstance(built.train(), object) and type(built.model_wrapped).__name__ == "DistributedDataParallel"
+    built.train()
+    sent = recorder.column("dp_bytes_sent")
+    assert sum(sent) == built.optimizer.optimizer.meter.sent_bytes and 0 < sent[-1] < sent[0]
+    assert type(built.model_wrapped).__name__ == "DistributedDataParallel"
     return built.model.state_dict(), recorder.column("grad_norm")
 
 
@@ -384,6 +388,11 @@ def _refused():
         fresh.clip_grad_value_(model.parameters(), 1.0)
     with pytest.raises(ValueError, match="L2 norm only"):
         fresh.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+    fresh.backward(model(**tiny.batch(2, dist.get_rank())).loss)
+    norm = fresh.clip_grad_norm_(model.parameters(), math.inf)
+    assert fresh.clip_grad_norm_(model.parameters(), math.inf) == norm
+    with pytest.raises(ValueError, match="synchronised with max_norm inf.*clip once a step, not to 0.01"):
+        fresh.clip_grad_norm_(model.parameters(), 0.01)
     with pytest.raises(ValueError, match="one ScapeAdamS an accelerator"):
         fresh.prepare(ScapeAdamS(model.parameters()))
 

@@ -157,6 +157,16 @@ def test_resume_is_bit_for_bit(dtype, tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(straight, resumed, strict=True))
 
 
+def test_state_that_stays_is_not_brought_to_the_parameter():
+    """A tensor on another device (meta stands for it) is cloned there; all others come to the parameter."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamS([p])
+    away = {"kept": torch.ones(3, device="meta"), "momentum": torch.full((3,), 2.0)}
+    adams.load_state_uncast(optimizer, {**optimizer.state_dict(), "state": {0: away}}, stay=("kept",))
+    assert optimizer.state[p]["kept"].device.type == "meta"
+    assert torch.equal(optimizer.state[p]["momentum"], away["momentum"])
+
+
 def test_torchs_own_load_would_be_caught(tmp_path):
     """The reason for the override: Optimizer.load_state_dict rounds the momentum to bf16."""
     p = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))

@@ -118,10 +118,11 @@ def chunks(items: list, numel_of=torch.Tensor.numel) -> Iterator[list]:
         yield chunk
 
 
-def load_state_uncast(optimizer: Optimizer, state_dict: dict) -> None:
+def load_state_uncast(optimizer: Optimizer, state_dict: dict, stay: tuple[str, ...] = ()) -> None:
     """`Optimizer.load_state_dict` without its cast of floating state to the parameter's dtype.
 
-    Tensors are cloned to the parameter's device in the dtype they were saved in, so a resume is bit for bit.
+    Tensors are cloned to the parameter's device in the dtype they were saved in, so a resume is bit for bit; those
+    named in `stay` are cloned where they are.
     """
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -130,7 +131,7 @@ def load_state_uncast(optimizer: Optimizer, state_dict: dict) -> None:
         if i not in state_dict["state"]:
             continue
         optimizer.state[param] = {
-            key: torch.empty_like(value, device=param.device).copy_(value)
+            key: torch.empty_like(value, device=value.device if key in stay else param.device).copy_(value)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in state_dict["state"][i].items()

@@ -39,7 +39,7 @@ def complete_state(slot: Slot, options: dict, residual_device: torch.device | No
     like = {"dtype": state_dtype(p), "device": p.device}
     fresh = {"momentum": lambda: torch.zeros(p.shape, **like)}
     if slot.sparse:
-        fresh["residual"] = lambda: place_residual(torch.zeros(p.shape, **like), residual_device)
+        fresh["residual"] = lambda: place_residual(torch.zeros(p.shape, **like), residual_device, p.device)
         if options["second_moment"] in ("row", "factored"):
             fresh["second_moment"] = lambda: torch.zeros(slot.rows, **like)
         if options["second_moment"] == "factored":
@@ -61,8 +61,11 @@ def complete_state(slot: Slot, options: dict, residual_device: torch.device | No
         state[key] = fresh[key]()
 
 
-def place_residual(residual: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """The residual where it is kept; on the host it is pinned, so that it comes and goes without stopping the host."""
-    if device is None or device.type == residual.device.type:
-        return residual
+def place_residual(residual: torch.Tensor, device: torch.device | None, home: torch.device) -> torch.Tensor:
+    """The residual where it is kept: on `device`, or with its parameter at `home` (None).
+
+    On the host of another home it is pinned, so that it comes and goes without stopping the host.
+    """
+    if device is None or device.type == home.type:
+        return residual.to(home)
     return residual.to(device).pin_memory()

@@ -330,10 +330,11 @@ class ScapeAdamS(Optimizer):
         """Restore a rank's own `state_dict()`, bit for bit. At another data-parallel size see `merge_residuals`."""
         self._drop_engine()
         self._synced = None
-        load_state_uncast(self, state_dict)
-        for state in self.state.values():
+        # residuals that live on the host may have no room on the device all at once
+        load_state_uncast(self, state_dict, stay=("residual",))
+        for p, state in self.state.items():
             if "residual" in state:
-                state["residual"] = place_residual(state["residual"], self.residual_device)
+                state["residual"] = place_residual(state["residual"], self.residual_device, p.device)
 
     def stats(self) -> dict[str, float]:
         """Figures of the last step on this rank; reads every residual, so call it as often as you log.

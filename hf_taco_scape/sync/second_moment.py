@@ -16,7 +16,7 @@ from hf_taco_scape.sync import device as devices
 from hf_taco_scape.sync.slot import Slot
 from hf_taco_scape.sync.step_ops import row_square_sums
 
-TINY = 1e-30  # below any mean of squares of an fp32 gradient that is not zero
+TINY = 1e-30  # its root is far below eps, so a tensor whose mean is smaller moves as if its moments were 0
 
 
 class SecondMoments:

@@ -179,7 +179,7 @@ def _callback_way(scape_options, accumulation):
 _WAYS = {
     "paper": dict(density=0.1, warmup_steps=2, second_moment="adams", mask="topk", clip="ghat", hold_steps=0),
     "row": dict(density=0.1, warmup_steps=2, second_moment="row", mask="cyclic", clip="ghat", hold_steps=1),
-    "local": dict(density=0.1, warmup_steps=2, second_moment="row", mask="topk", clip="local", hold_steps=1),
+    "local": dict(density=0.1, warmup_steps=2, second_moment="factored", mask="topk", clip="local", hold_steps=1),
 }
 
 

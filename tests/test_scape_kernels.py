@@ -11,6 +11,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from hf_taco_scape.codecs import device as codec_device
 from hf_taco_scape.optim import AdamS
 from hf_taco_scape.sync import ScapeAdamS, TensorLayout, device
 from hf_taco_scape.sync.device import torch_twins
@@ -42,7 +43,7 @@ pytestmark = [
 def kernels_everywhere(monkeypatch):
     """In the interpreter the CPU takes the kernels, and the side lane no thread: the interpreter knows only one."""
     if INTERPRETED:
-        monkeypatch.setattr(device, "_on_kernels", lambda device_: not device._twins_only)
+        monkeypatch.setattr(device, "_on_kernels", lambda device_: not codec_device._twins_only)
         monkeypatch.setattr(SideLane, "start", run_at_once)
         monkeypatch.setattr(importlib.import_module("hf_taco_scape.kernels.scape_select_launch"), "SLICES", 2)
 

@@ -18,7 +18,7 @@ _twins_only = False
 
 @contextlib.contextmanager
 def torch_twins() -> Iterator[None]:
-    """Inside, every codec runs as plain torch, on every thread."""
+    """Inside, codecs, SCAPE's step and AdamS run as plain torch, on every thread; enter it on all ranks or on none."""
     global _twins_only
     before, _twins_only = _twins_only, True
     try:
@@ -27,12 +27,18 @@ def torch_twins() -> Iterator[None]:
         _twins_only = before
 
 
+def wants_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels, of codecs or of SCAPE's step, may run on `device`."""
+    # some kernels hold PTX, which AMD's devices, also named cuda, do not run
+    return device.type == "cuda" and torch.version.hip is None and not _twins_only
+
+
 def kernels_for(codec, device: torch.device):
     """Return the launchers of `codec`'s kernels on `device`; None where its torch twin runs.
 
     Raises ValueError for a codec of E4M3 codes on a GPU that cannot convert to them, below sm89.
     """
-    return None if _twins_only or device.type != "cuda" else _kernels_on_cuda(codec, device)
+    return _kernels_on_cuda(codec, device) if wants_kernels(device) else None
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def all_reduce(
     """
     codec, _, ranks = _check(x, group, codec)
     if ranks == 1 or x.numel() == 0:
-        return _nothing_sent(x.clone(memory_format=torch.contiguous_format), meter)
+        return nothing_sent(x.clone(memory_format=torch.contiguous_format), meter)
     if _sends_as_it_is(codec):
         return dense.all_reduce(x, group, meter)
     shots = shots or (1 if ranks == 2 else 2)
@@ -86,7 +86,7 @@ def reduce_scatter(
     """
     codec, rank, ranks = _check(x, group, codec, split=True)
     if ranks == 1 or x.numel() == 0:
-        return _nothing_sent(x.tensor_split(ranks)[rank].clone(memory_format=torch.contiguous_format), meter)
+        return nothing_sent(x.tensor_split(ranks)[rank].clone(memory_format=torch.contiguous_format), meter)
     rows, longer = divmod(len(x), ranks)
     sizes = [rows + 1] * longer + [rows] * (ranks - longer)
     if _sends_as_it_is(codec):
@@ -123,15 +123,11 @@ def all_gather(
     0-dimensional x or `sizes` that do not fit.
     """
     codec, rank, ranks = _check(x, group, codec, split=True)
-    sizes = [len(x)] * ranks if sizes is None else list(sizes)
-    if len(sizes) != ranks or sizes[rank] != len(x):
-        raise ValueError(
-            f"sizes {sizes} do not fit: rank {rank} of {ranks} gathers {len(x)} rows; give len(x) of each rank"
-        )
+    sizes = gathered_sizes(x, sizes, rank, ranks)
     width = math.prod(x.shape[1:])
     if ranks == 1 or sum(sizes) * width == 0:
         empty = x.new_empty(sum(sizes), *x.shape[1:])
-        return _nothing_sent(x.clone(memory_format=torch.contiguous_format) if ranks == 1 else empty, meter)
+        return nothing_sent(x.clone(memory_format=torch.contiguous_format) if ranks == 1 else empty, meter)
     if _sends_as_it_is(codec):
         return dense.all_gather(x, sizes, group, meter)
     receive = [codec.wire_bytes(size * width, x.dtype) for size in sizes]
@@ -175,7 +171,18 @@ def _new(x: torch.Tensor, shape) -> torch.Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-def _nothing_sent(out: torch.Tensor, meter: ByteMeter | None) -> torch.Tensor:
+def gathered_sizes(x: torch.Tensor, sizes: list[int] | None, rank: int, ranks: int) -> list[int]:
+    """Every rank's `len(x)` in an all-gather; ValueError for `sizes` that do not fit this rank's."""
+    sizes = [len(x)] * ranks if sizes is None else list(sizes)
+    if len(sizes) != ranks or sizes[rank] != len(x):
+        raise ValueError(
+            f"sizes {sizes} do not fit: rank {rank} of {ranks} gathers {len(x)} rows; give len(x) of each rank"
+        )
+    return sizes
+
+
+def nothing_sent(out: torch.Tensor, meter: ByteMeter | None) -> torch.Tensor:
+    """Count a call that had nothing to send, and return its result."""
     if meter:
         meter.add(0, 0)
     return out

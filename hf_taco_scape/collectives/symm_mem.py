@@ -17,6 +17,7 @@ from ..codecs.identity import IdentityCodec
 from ..codecs.integer import IntegerCodec
 from ..codecs.taco import TacoCodec
 from ..kernels.symm_format import Format, Pieces
+from .compressed import gathered_sizes, nothing_sent
 from .meter import ByteMeter, ring_all_reduce_bytes, ring_half_bytes
 from .symm_workspace import SymmetricWorkspace, why_not
 
@@ -35,7 +36,7 @@ def all_reduce(
     x, fmt = _check(x, workspace, codec)
     ranks, numel = workspace.ranks, x.numel()
     if ranks == 1 or numel == 0:
-        return _nothing_sent(x.clone(memory_format=torch.contiguous_format), meter)
+        return nothing_sent(x.clone(memory_format=torch.contiguous_format), meter)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if ranks == 2:
         sent = fmt.sent_bytes(numel)
@@ -63,7 +64,7 @@ def reduce_scatter(
     x, fmt = _check(x, workspace, codec, split=True)
     rank, ranks = workspace.rank, workspace.ranks
     if ranks == 1 or x.numel() == 0:
-        return _nothing_sent(x.tensor_split(ranks)[rank].clone(memory_format=torch.contiguous_format), meter)
+        return nothing_sent(x.tensor_split(ranks)[rank].clone(memory_format=torch.contiguous_format), meter)
     sizes, width = _split_sizes(len(x), ranks), math.prod(x.shape[1:])
     pieces = _pieces(sizes, width, workspace)
     out = torch.empty(sizes[rank], *x.shape[1:], dtype=x.dtype, device=x.device)
@@ -89,15 +90,11 @@ def all_gather(
     """
     x, fmt = _check(x, workspace, codec, split=True)
     rank, ranks = workspace.rank, workspace.ranks
-    sizes = [len(x)] * ranks if sizes is None else list(sizes)
-    if len(sizes) != ranks or sizes[rank] != len(x):
-        raise ValueError(
-            f"sizes {sizes} do not fit: rank {rank} of {ranks} gathers {len(x)} rows; give len(x) of each rank"
-        )
+    sizes = gathered_sizes(x, sizes, rank, ranks)
     width = math.prod(x.shape[1:])
     if ranks == 1 or sum(sizes) * width == 0:
         empty = x.new_empty(sum(sizes), *x.shape[1:])
-        return _nothing_sent(x.clone(memory_format=torch.contiguous_format) if ranks == 1 else empty, meter)
+        return nothing_sent(x.clone(memory_format=torch.contiguous_format) if ranks == 1 else empty, meter)
     pieces = _pieces(sizes, width, workspace)
     out = torch.empty(sum(sizes), *x.shape[1:], dtype=x.dtype, device=x.device)
     inbox = workspace.inbox(ranks * fmt.message_bytes(pieces.longest))
@@ -174,9 +171,3 @@ def _pieces(sizes: list[int], width: int, workspace: SymmetricWorkspace):
         return Pieces(total, base * width, longer, width, longest, unit, short)
     starts = [sum(sizes[:r]) * width for r in range(len(sizes) + 1)]
     return Pieces(total, 0, 0, 0, longest, width, short, workspace.table(tuple(starts)))
-
-
-def _nothing_sent(out: torch.Tensor, meter: ByteMeter | None) -> torch.Tensor:
-    if meter:
-        meter.add(0, 0)
-    return out

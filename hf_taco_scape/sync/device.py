@@ -5,31 +5,19 @@ They have to: the kernels order a cyclic or random mask's values by index, the t
 The twins (step_ops, mask, mask_codec, optim.adams) stay the reference: `with torch_twins():` runs them on any device.
 """
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
 
 import torch
 
+from hf_taco_scape.codecs.device import torch_twins, wants_kernels
 from hf_taco_scape.optim import adams
 from hf_taco_scape.sync.layout import row_shape
 from hf_taco_scape.sync.mask import CyclicMask, EncodedMask, FullMask, RandomMask, mask_bytes
 from hf_taco_scape.sync.mask_codec import choose_encoding
 from hf_taco_scape.sync.slot import Slot
 
-_twins_only = False
-
-
-@contextlib.contextmanager
-def torch_twins() -> Iterator[None]:
-    """Inside, SCAPE's step and AdamS run as plain torch, on every thread; enter it on all ranks or on none."""
-    global _twins_only
-    before, _twins_only = _twins_only, True
-    try:
-        yield
-    finally:
-        _twins_only = before
+__all__ = ["FusedStep", "fused_step", "select_bool", "select_encoded", "square_sums", "torch_twins"]
 
 
 @functools.cache
@@ -38,8 +26,7 @@ def _has_triton() -> bool:
 
 
 def _on_kernels(device: torch.device) -> bool:
-    # some kernels hold PTX, which AMD's devices, also named cuda, do not run
-    return device.type == "cuda" and torch.version.hip is None and not _twins_only and _has_triton()
+    return wants_kernels(device) and _has_triton()
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""The kernels' logic without a GPU: test_kernels.py in Triton's interpreter, in a process of its own."""
+"""The kernels' logic without a GPU: their tests in Triton's interpreter, in a process of its own."""
 
 import importlib.util
 import os
@@ -11,9 +11,10 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-def test_kernels_in_the_interpreter():
+@pytest.mark.parametrize("file", ["test_kernels.py", "test_scape_kernels.py"])
+def test_kernels_in_the_interpreter(file):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_kernels.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{file}"]
     root = pathlib.Path(__file__).parent.parent
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:]

@@ -1,6 +1,6 @@
 """SCAPE's Triton kernels against their torch twins on the same device: selection, masks, the step, AdamS.
 
-On a GPU with `make test-gpu`; without one test_scape_kernels_on_cpu.py runs this file in Triton's interpreter.
+On a GPU with `make test-gpu`; without one test_kernels_on_cpu.py runs this file in Triton's interpreter.
 """
 
 import importlib
